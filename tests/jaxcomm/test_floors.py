@@ -38,13 +38,13 @@ def imports(path: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("path", MODULES, ids=[str(path.relative_to(LIBRARY).with_suffix("")) for path in MODULES])
-def test_a_room_imports_lower_floors(path):
+def test_imports_go_down(path):
     room = path.relative_to(LIBRARY).with_suffix("").parts[0]
     rooms = {module.split(".")[1] for module in imports(path) if module.startswith("jaxcomm.")} - {room}
     assert {name for name in rooms if FLOOR[name] >= FLOOR[room]} == set()
 
 
-def test_what_the_wheel_imports():
+def test_imports_of_the_wheel():
     packages = {module.split(".")[0] for path in MODULES for module in imports(path)}
     assert packages.isdisjoint({"flax", "train", "models", "configs", "benchmarks", "tests"})
     of_scipy = {path.parent.name for path in MODULES if any(module.startswith("scipy") for module in imports(path))}

@@ -22,7 +22,7 @@ def tree(dtype=np.float32):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("dense_below", slow_except([0, 6, 1024, 10**6], 6, 1024))
-def test_flatten_and_unflatten_are_inverse_and_pad_with_zeros(dtype, dense_below):
+def test_unflatten_inverts_flatten(dtype, dense_below):
     leaves = jax.tree.leaves(tree(dtype))
     layout = plan_layout(tree(dtype), dense_below=dense_below, capacity=lambda n: 1)
     inside, outside = layout.split(leaves)
@@ -58,7 +58,7 @@ def planned(tree, sizes, axis_name, **options):
         return plan_layout(tree, dense_below=200, capacity=lambda n: n // 2, **options)
 
 
-def test_every_stage_counts_its_own_elements_of_stacked_parameters():
+def test_stages_count_their_elements():
     tree = [jax.ShapeDtypeStruct((n,), np.float32) for n in (2100, 600, 100)]
     sizes = {"[0]": (100, 2100, 0), "[1]": (600, 600, 600), "[2]": (100, 50, 0)}
     layout = planned(tree, sizes, "stage", chunk=1024)
@@ -80,7 +80,7 @@ def test_every_stage_counts_its_own_elements_of_stacked_parameters():
     assert planned(tree, equal, "stage") == planned(tree, {}, None)
 
 
-def test_strata_are_of_a_stages_own_elements():
+def test_strata_of_a_stage():
     layout = planned([jax.ShapeDtypeStruct((3000,), np.float32)], {"[0]": (3000, 250)}, "stage")
     stages = jax.vmap(lambda _: select_strata(noise.make_key(5), layout), axis_name="stage")(jnp.zeros(2))
     for position, filled, n in zip(*stages, (3000, 250), strict=True):
@@ -90,7 +90,7 @@ def test_strata_are_of_a_stages_own_elements():
         assert picks.max() < n
 
 
-def test_means_are_of_a_stages_own_elements():
+def test_means_of_a_stage():
     layout = planned([jax.ShapeDtypeStruct((3000,), np.float32)], {"[0]": (3000, 1250)}, "stage")
     values = np.zeros((2, layout.n), np.float32)
     for row, n in zip(values, (3000, 1250), strict=True):
@@ -108,13 +108,13 @@ def test_means_are_of_a_stages_own_elements():
         np.testing.assert_allclose(scale, expected, rtol=1e-5)
 
 
-def test_an_empty_tree_is_refused():
+def test_an_empty_tree():
     with pytest.raises(ValueError, match=r"at least one tensor; got an empty tree. Pass the parameters"):
         plan_layout({}, dense_below=0, capacity=lambda n: n)
 
 
 @pytest.mark.parametrize("dtype", ["int32", "complex64", "bool", "uint8"])
-def test_leaves_that_are_not_real_floats_are_refused(dtype):
+def test_leaves_that_are_not_real(dtype):
     leaves = {"fine": jnp.zeros(3), "odd": jax.ShapeDtypeStruct((3,), dtype)}
     with pytest.raises(ValueError, match=rf"real floating type; got {dtype} at .*'odd'.*nnx.Param"):
         plan_layout(leaves, dense_below=0, capacity=lambda n: n)
@@ -123,7 +123,7 @@ def test_leaves_that_are_not_real_floats_are_refused(dtype):
 @pytest.mark.parametrize(
     ("size", "fits"), [(2**31 - 1024, True), (2**31 - 1023, False), (2**31, False), (2**33, False)]
 )
-def test_2_to_the_31_elements_are_refused(size, fits):
+def test_2_to_the_31_elements(size, fits):
     leaves = {"w": jax.ShapeDtypeStruct((size,), np.float32)}
     if fits:
         assert plan_layout(leaves, dense_below=0, capacity=lambda n: 1).n == size
@@ -133,7 +133,7 @@ def test_2_to_the_31_elements_are_refused(size, fits):
         plan_layout(leaves, dense_below=0, capacity=lambda n: 1)
 
 
-def test_the_limit_counts_all_compressed_tensors_and_no_dense_ones():
+def test_the_limit_counts_compressed_tensors():
     leaves = {"v": jax.ShapeDtypeStruct((2**30,), np.float32), "w": jax.ShapeDtypeStruct((2**30,), np.float32)}
     with pytest.raises(ValueError, match=rf"got {2**31}"):
         plan_layout(leaves, dense_below=0, capacity=lambda n: 1)
@@ -141,7 +141,7 @@ def test_the_limit_counts_all_compressed_tensors_and_no_dense_ones():
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 3, 4])
-def test_sums_of_one_segment_hold_under_a_vmap_of_as_many_rows_as_blocks(blocks):
+def test_segment_sums_under_vmap(blocks):
     """XLA for CPUs (JAX 0.10.2) mistakes the scatter-add of such integers for one that overwrites."""
     one = plan_layout([jax.ShapeDtypeStruct((1024 * blocks,), "float32")], dense_below=0, capacity=lambda n: n)
     rows = np.arange(1, 1 + 3 * blocks, dtype=np.int32).reshape(3, blocks)

@@ -330,7 +330,7 @@ FINE = {
 
 
 @pytest.mark.parametrize("rule", REFUSED)
-def test_a_chain_that_breaks_a_rule_is_refused_with_the_remedy(rule):
+def test_broken_rules(rule):
     fault, message, remedied = REFUSED[rule]
     for way in (lambda tx: tx, plain, lambda tx: optax.chain(plain(tx))):
         with pytest.raises(ValueError, match=message):
@@ -339,7 +339,7 @@ def test_a_chain_that_breaks_a_rule_is_refused_with_the_remedy(rule):
 
 
 @pytest.mark.parametrize("rule", UNUSUAL)
-def test_an_unusual_chain_is_warned_about_with_the_remedy(rule):
+def test_warnings(rule):
     unusual, message, usual = UNUSUAL[rule]
     for way in (lambda tx: tx, plain):
         (warning,) = judge(way(unusual))
@@ -370,7 +370,7 @@ ON_A_MESH = [
 
 
 @pytest.mark.parametrize("rule", ON_A_MESH)
-def test_what_the_remedy_makes_runs_on_a_mesh(rule):
+def test_remedies_run_on_a_mesh(rule):
     tx = {**REFUSED, **UNUSUAL}[rule][2]
     axes = {"slice": 2, "data": 2} if "hierarchy" in rule else {"data": 2}
     mesh, names = jc.make_mesh(**axes), tuple(axes) if len(axes) > 1 else "data"
@@ -381,7 +381,7 @@ def test_what_the_remedy_makes_runs_on_a_mesh(rule):
 
 
 @pytest.mark.parametrize("case", FINE)
-def test_what_is_in_order_or_not_known_is_left_alone(case):
+def test_chains_in_order(case):
     assert judge(FINE[case]) == []
 
 
@@ -397,7 +397,7 @@ def own_step(tx):
 
 
 @pytest.mark.parametrize("rule", ["twice", "state of momentum", "momentum of dgc"])
-def test_a_foreign_step_refuses_what_states_show(rule):
+def test_rules_of_foreign_steps(rule):
     fault, message, remedied = BY_STATE[rule]
     mesh, batch = jc.make_mesh(data=2), {"x": np.ones((4, 300), np.float32), "y": np.ones((4, 3), np.float32)}
     for tx in (plain(remedied), plain(fault)):
@@ -409,7 +409,7 @@ def test_a_foreign_step_refuses_what_states_show(rule):
         trace()
 
 
-def test_the_init_of_a_chain_warns_once_and_refuses_wherever_it_runs():
+def test_init_warns_once():
     params = jax.tree.map(jnp.asarray, PARAMS)
     tx = chain(scale, dct)
     with pytest.warns(UserWarning, match=RATE) as caught:
@@ -423,7 +423,7 @@ def test_the_init_of_a_chain_warns_once_and_refuses_wherever_it_runs():
             init(chain(dct, optax.chain(optax.clip_by_global_norm(0.5 + len(caught)), adam)).init)(members)
 
 
-def test_reports_of_a_link_are_left_out_where_it_is_tried():
+def test_trials_report_nothing():
     reported.clear()
     tx = chain(reporting(clip), dct, sgd)
     tx.init(jax.tree.map(jnp.asarray, PARAMS))
@@ -432,7 +432,7 @@ def test_reports_of_a_link_are_left_out_where_it_is_tried():
     assert try_link(reporting(clip), PARAMS) == try_link(clip, PARAMS)
 
 
-def test_links_that_call_the_host_are_not_tried():
+def test_links_that_call_the_host():
     calls = []
 
     def update(updates, state, params=None):
@@ -453,7 +453,7 @@ CLIMBING = {
 
 
 @pytest.mark.parametrize("tx", CLIMBING.values(), ids=CLIMBING)
-def test_a_step_that_would_climb_is_refused(tx):
+def test_a_step_that_climbs(tx):
     mesh = jc.make_mesh(data=2)
     steps = [jc.simulate(loss_fn, tx, 2), jc.make_train_step(loss_fn, tx, mesh)]
     if tx.init is dct.init or len(getattr(tx, "links", ())) == 1:
@@ -477,11 +477,11 @@ def test_a_step_that_would_climb_is_refused(tx):
     ],
     ids=["zeros", "warm-up", "set later", "scales", "sam", "unknown"],
 )
-def test_a_step_that_may_descend_is_not_refused(last):
+def test_a_step_that_may_descend(last):
     check_descent(chain(topk, last), None, PARAMS)
 
 
-def test_a_chain_is_optaxs_and_keeps_its_links():
+def test_links_of_a_chain():
     tx = chain(clip, chain(dct, adam))
     assert tx.links == (clip, dct, adam)
     assert isinstance(tx, optax.GradientTransformation)
@@ -489,16 +489,16 @@ def test_a_chain_is_optaxs_and_keeps_its_links():
     assert jax.tree.structure(tx.init(PARAMS)) == jax.tree.structure(optax_chain.init(PARAMS))
 
 
-def test_a_chain_inside_keeps_its_links_too():
+def test_links_of_an_inner_chain():
     with pytest.raises(ValueError, match=r"got topk in an optax.chain inside it. Write jaxcomm.chain there as well"):
         judge(chain(optax.chain(topk, clip), sgd))
 
 
-def test_clipping_after_ef21_loses_nothing():
+def test_clipping_after_ef21():
     assert judge(chain(jc.ef21(0.9), clip, sgd)) == []
 
 
-def test_a_link_is_tried_on_numbers_of_every_leaf():
+def test_trials_have_numbers_in_every_leaf():
     tried = try_link(parts(clip, optax.adam(0.1)), PARAMS)
     assert tried.cuts == tried.mixes == {"['w']"}
     assert tried.forgets_size == tried.descends == tried.has_momentum == {"['b']"}
@@ -507,7 +507,7 @@ def test_a_link_is_tried_on_numbers_of_every_leaf():
     assert try_link(of_a_user(clip), PARAMS) is None
 
 
-def test_of_many_leaves_some_are_tried_with_and_without_a_mask_of_their_structure():
+def test_trials_of_many_leaves():
     params = {f"{i:02}": np.ones(3 if i % 2 else (3, 3), np.float32) for i in range(40)}
     odd = {name: int(name) % 2 == 1 for name in params}
     cuts = try_link(optax.clip(1.0), params).cuts
@@ -518,7 +518,7 @@ def test_of_many_leaves_some_are_tried_with_and_without_a_mask_of_their_structur
     jc.simulate(loss_fn, chain(dct, adam, masked(clip, odd)), 2).init(params)
 
 
-def test_init_state_refuses_and_warns_where_it_is_called():
+def test_init_state_warns_where_it_is_called():
     with pytest.raises(ValueError, match=STATE):
         jc.simulate(loss_fn, chain(optax.trace(0.9), dct, scale), 2).init(PARAMS)
     with pytest.warns(UserWarning, match=RATE) as caught:
@@ -531,7 +531,7 @@ BATCH = {"x": np.ones((4, 300), np.float32), "y": np.ones((4, 3), np.float32)}
 
 
 @pytest.mark.parametrize("make", [chain, optax.chain], ids=["jaxcomm.chain", "optax.chain"])
-def test_frozen_parameters_stay_with_weight_decay_in_every_step(make):
+def test_frozen_with_decay(make):
     tx = make(FROZEN, optax.adamw(0.1, weight_decay=0.5))
     step = jc.simulate(loss_fn, tx, 2)
     state, _ = step(step.init(PARAMS), BATCH)
@@ -539,7 +539,7 @@ def test_frozen_parameters_stay_with_weight_decay_in_every_step(make):
     assert not np.array_equal(state.params["w"], PARAMS["w"])
 
 
-def test_frozen_parameters_stay_with_weight_decay_in_a_foreign_step_and_with_shards():
+def test_frozen_in_foreign_steps_and_shards():
     tx, mesh = chain(FROZEN, optax.adamw(0.1, weight_decay=0.5)), jc.make_mesh(data=2)
     new, _, _ = jc.data_parallel(own_step(tx), mesh, batch=2)(PARAMS, tx.init(PARAMS), BATCH)
     sharded = jc.make_train_step(loss_fn, tx, jc.make_mesh(data=2, model=3), specs=P("model"), auto=("model",))
@@ -549,20 +549,20 @@ def test_frozen_parameters_stay_with_weight_decay_in_a_foreign_step_and_with_sha
         assert not np.array_equal(params["w"], PARAMS["w"])
 
 
-def test_frozen_parameters_in_a_foreign_step_with_an_optax_chain_are_told_to_take_a_jaxcomm_chain():
+def test_frozen_in_an_optax_chain():
     tx, mesh = optax.chain(FROZEN, optax.adamw(0.1, weight_decay=0.5)), jc.make_mesh(data=2)
     step = jc.data_parallel(own_step(tx), mesh, batch=2)
     with pytest.warns(UserWarning, match=r"Frozen parameters .* topk; got an optax.chain.* Write jaxcomm.chain"):
         step(PARAMS, tx.init(PARAMS), BATCH)
 
 
-def test_parameters_that_are_frozen_behind_an_exchange_are_told_to_leave_it():
+def test_frozen_behind_an_exchange():
     (message,) = judge(chain(plump, parts(sgd, zero)))
     assert re.search(r"plump_dp exchanges .* no updates: \['b'\]\. Freeze them by", message)
     assert judge(chain(FROZEN, parts(sgd, zero))) == []
 
 
-def test_links_that_only_say_that_they_take_arguments_get_none_and_nothing_is_sent_twice():
+def test_links_without_arguments():
     sloppy = optax.GradientTransformationExtraArgs(sgd.init, lambda updates, state, params=None: (updates, state))
     for make in (chain, optax.chain):
         step, plain_step = (
@@ -573,7 +573,7 @@ def test_links_that_only_say_that_they_take_arguments_get_none_and_nothing_is_se
 
 
 @pytest.mark.parametrize("make", [chain, optax.chain], ids=["jaxcomm.chain", "optax.chain"])
-def test_optax_maps_the_parameters_of_a_chain_and_leaves_the_exchange(make):
+def test_optax_maps_parameters(make):
     tx = make(FROZEN, adam)
     state = tx.init(PARAMS)
     mapped = optax.tree_map_params(tx, lambda leaf: leaf + 5, state)
@@ -582,7 +582,7 @@ def test_optax_maps_the_parameters_of_a_chain_and_leaves_the_exchange(make):
     jax.tree.map(lambda leaf: np.testing.assert_array_equal(leaf, 5), (mapped[1][0].mu, mapped[1][0].nu))
 
 
-def test_complex_parameters_are_told_to_take_a_step_that_conjugates():
+def test_complex_parameters():
     tx = optax.contrib.split_real_and_imaginary(chain(plump, sgd))
     params = {"w": np.arange(8, dtype=np.complex64) * 1j}
 
@@ -602,7 +602,7 @@ def test_complex_parameters_are_told_to_take_a_step_that_conjugates():
     np.testing.assert_allclose(new["w"], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_two_chains_in_one_state_are_two_chains():
+def test_two_chains_in_a_state():
     two = {"each": (optax.chain(topk, sgd).init(PARAMS), optax.chain(dct, adam).init(PARAMS))}
     assert check_states((PARAMS, topk.init(PARAMS), two)) == []
 
@@ -620,7 +620,7 @@ def trained(tx):
 
 
 @pytest.mark.slow
-def test_decay_between_an_exchange_and_momentum_is_that_of_dense_sgd():
+def test_decay_before_momentum():
     momentum, strong = optax.sgd(0.01, momentum=0.9), optax.add_decayed_weights(0.1)
     dense = trained(chain(strong, plump, momentum))
     full = jc.topk(0.0, value_dtype="float32", dense_below=0)
@@ -641,14 +641,14 @@ def applied_and_owed(tx, steps=20):
 
 
 @pytest.mark.slow
-def test_clipping_after_error_feedback_loses_gradients_and_clipping_before_it_does_not():
+def test_clipping_around_error_feedback():
     """Each gradient passes the clip unchanged, but the mean of accumulated ones has a larger norm."""
     topk = jc.topk(0.9, value_dtype="float32", dense_below=0)
     np.testing.assert_allclose(applied_and_owed(chain(clip, topk)), 20 * 32, rtol=1e-5)
     assert applied_and_owed(optax.chain(topk, clip)) < 0.9 * 20 * 32  # a jaxcomm.chain refuses it
 
 
-def test_decay_behind_momentum_correction_is_weaker_than_l2():
+def test_decay_after_momentum_correction():
     """In one worker, with momentum before the exchange like dgc's: what a constant decay adds up to."""
 
     def total(*links):

@@ -38,20 +38,20 @@ def check(old, new, patch, name):
 
 @pytest.mark.parametrize("name", TYPES)
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.2, 1.0])
-def test_the_new_weights_come_back_to_the_bit(name, share):
+def test_weights_return_to_the_bit(name, share):
     old = weights(0)
     new = changed(old, share, 1)
     check(old, new, pack_patch(old, new, jnp.dtype(name)), name)
 
 
-def test_the_receiver_may_hold_the_cast_weights_alone():
+def test_receiver_of_cast_weights():
     old = weights(0)
     new = changed(old, 0.1, 1)
     receiver = {name: jnp.asarray(w, jnp.bfloat16) for name, w in old.items()}
     check(receiver, new, pack_patch(old, new), "bfloat16")
 
 
-def test_zeros_keep_their_sign_and_nans_their_bits():
+def test_signs_of_zeros_and_bits_of_nans():
     old = np.array([0x0000, 0x8000, 0x7FC0, 0x7F81, 0x3F80, 0x7F80, 0xFFFF, 0x3F80], np.uint16)
     new = np.array([0x8000, 0x0000, 0xFF81, 0x7F81, 0x7FC1, 0xFF80, 0x0000, 0x3F80], np.uint16)
     patch = pack_patch(old.view(ml_dtypes.bfloat16), new.view(ml_dtypes.bfloat16))
@@ -59,14 +59,14 @@ def test_zeros_keep_their_sign_and_nans_their_bits():
 
 
 @pytest.mark.parametrize("places", [slice(0, 5000), slice(35_000, None), slice(0, None, 8)])
-def test_changes_may_cluster(places):
+def test_clusters(places):
     old = np.random.default_rng(0).normal(size=40_000).astype(np.float32)
     new = old.copy()
     new[places] *= 2
     np.testing.assert_array_equal(apply_patch(old, pack_patch(old, new, np.float32)), new)
 
 
-def test_weights_of_several_parts(monkeypatch):
+def test_weights_in_parts(monkeypatch):
     monkeypatch.setattr(patches, "_LENGTH", 2000)  # the third has no change
     old = weights(0)
     new = changed(old, 0.1, 1)
@@ -74,7 +74,7 @@ def test_weights_of_several_parts(monkeypatch):
     check(old, new, pack_patch(old, new), "bfloat16")
 
 
-def test_bytes_are_those_of_positions_and_a_bit_or_two_each():
+def test_bytes():
     n, count = 200_000, 2000
     old = np.random.default_rng(0).normal(size=n).astype(ml_dtypes.bfloat16)
     words = old.view(np.uint16).copy()
@@ -86,7 +86,7 @@ def test_bytes_are_those_of_positions_and_a_bit_or_two_each():
     assert len(pack_patch(old, old)) == FIXED
 
 
-def test_a_damaged_patch_is_refused():
+def test_damage():
     old = weights(0)
     patch = pack_patch(old, changed(old, 0.01, 1))
     for length in [0, 3, 10, FIXED - 9, FIXED, len(patch) - 1]:
@@ -99,7 +99,7 @@ def test_a_damaged_patch_is_refused():
             apply_patch(old, patch[:at] + bytes([patch[at] ^ 4]) + patch[at + 1 :])
 
 
-def test_other_weights_are_refused():
+def test_other_weights():
     old = weights(0)
     new = changed(old, 0.01, 1)
     patch = pack_patch(old, new)
@@ -121,6 +121,6 @@ def test_other_weights_are_refused():
         ({}, jnp.bfloat16, "at least one array; got {}"),
     ],
 )
-def test_what_is_no_weight_is_refused(tree, dtype, message):
+def test_bad_weights(tree, dtype, message):
     with pytest.raises(ValueError, match=message):
         pack_patch(tree, tree, dtype)

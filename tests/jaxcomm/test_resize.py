@@ -29,7 +29,7 @@ def find(exchange, name):
 
 
 @pytest.mark.parametrize(("old", "new"), [(4, 2), (4, 3), (3, 4), (4, 1), (1, 4), (2, 2), (8, 5)])
-def test_the_mean_of_the_rows_is_kept_and_nothing_else_changes(old, new):
+def test_the_mean_of_rows_stays(old, new):
     state = state_of(old)
     resized = jc.resize_workers(state, new)
     before, after = state.opt_state[0], resized.opt_state[0]
@@ -47,7 +47,7 @@ def test_the_mean_of_the_rows_is_kept_and_nothing_else_changes(old, new):
     assert jax.tree.structure(resized) == jax.tree.structure(state)
 
 
-def test_rows_go_to_the_workers_that_cover_them():
+def test_rows_go_to_covering_workers():
     state = jc.topk(0.5).init(PARAMS)
     rows = np.zeros((4, 1024), np.float32)
     rows[:, 0] = [1, 2, 4, 8]
@@ -59,7 +59,7 @@ def test_rows_go_to_the_workers_that_cover_them():
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_another_number_of_workers():
+def test_a_run_goes_on():
     tx = optax.chain(jc.dct_dp(0.5, life_span=1000), optax.sgd(0.1))
 
     def loss_fn(params, batch):
@@ -74,7 +74,7 @@ def test_a_run_goes_on_with_another_number_of_workers():
     assert not bool(state.opt_state[0].memory.due)
 
 
-def test_nothing_is_lost_of_sharded_parameters():
+def test_sharded_parameters():
     """4, 8, 1 and 3 workers of two devices each: parameters + residuals of all shards equal those of a dense mean."""
     specs = {"copy": P(), "model": P(None, "model"), "whole": P("data")}
     tx = jc.chain(jc.dct_dp(0.9, dense_below=0), optax.sgd(0.5))
@@ -120,6 +120,6 @@ def test_nothing_is_lost_of_sharded_parameters():
 
 
 @pytest.mark.parametrize("workers", [0, -1, 2.5])
-def test_workers_that_are_no_count_are_refused(workers):
+def test_bad_numbers_of_workers(workers):
     with pytest.raises(ValueError, match=f"workers must be an integer of at least 1; got {workers}"):
         jc.resize_workers(state_of(2), workers)

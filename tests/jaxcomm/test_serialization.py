@@ -48,7 +48,7 @@ def equal(a, b):
 
 
 @pytest.mark.parametrize("name", slow_except(CHAINS, "topk"))
-def test_flax_writes_and_reads_every_row(name):
+def test_flax_keeps_every_row(name):
     step, state = trained(name)
     text = flax.serialization.to_bytes(state)
     restored = flax.serialization.from_bytes(fresh(name), text)
@@ -58,7 +58,7 @@ def test_flax_writes_and_reads_every_row(name):
     equal(after, expected)
 
 
-def test_flax_reads_no_state_of_another_method():
+def test_flax_and_another_method():
     _, state = trained("dgc")
     saved = flax.serialization.to_state_dict(state.opt_state[0])
     del saved["worker"]
@@ -66,7 +66,7 @@ def test_flax_reads_no_state_of_another_method():
         flax.serialization.from_state_dict(state.opt_state[0], saved)
 
 
-def test_orbax_reads_into_a_state_and_without_one_it_is_refused(tmp_path):
+def test_orbax(tmp_path):
     step, state = trained("topk")
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "state", {"params": state.params, "opt_state": state.opt_state})
@@ -85,7 +85,7 @@ def test_orbax_reads_into_a_state_and_without_one_it_is_refused(tmp_path):
         jc.state_specs(tree)
 
 
-def test_the_state_of_nnx_says_no_places_but_the_optimizers_own_does():
+def test_nnx_state_has_no_places():
     model = nnx.Linear(12, 5, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, CHAINS["topk"](), wrt=nnx.Param)
     with pytest.raises(

@@ -14,7 +14,7 @@ PARAMS = {"b": np.ones(3, np.float32), "w": np.arange(900, dtype=np.float32).res
 TX = optax.chain(jc.dct_dp(0.9), optax.adam(0.1))
 
 
-def test_rows_of_workers_are_sharded_and_the_rest_is_replicated():
+def test_rows_are_sharded():
     mesh = jc.make_mesh(data=4)
     state = init_state(PARAMS, TX, mesh)
     specs = jc.state_specs(state)
@@ -29,14 +29,14 @@ def test_rows_of_workers_are_sharded_and_the_rest_is_replicated():
     assert [shard.data.shape for shard in rows.addressable_shards] == [(1, 1024)] * 4
 
 
-def test_specs_of_shapes_and_of_another_axis():
+def test_specs_of_shapes():
     tx = jc.chain(jc.dct_dp(0.9, axis_name="workers"), optax.adam(0.1))
     specs = jc.state_specs(jax.eval_shape(tx.init, PARAMS))
     assert specs[0].residual.rows == P("workers")
     assert specs[0].step == P()
 
 
-def test_simulated_workers_have_a_row_each_and_share_the_rest():
+def test_simulated_workers():
     state = init_state(PARAMS, TX, 5)
     assert state.opt_state[0].residual.rows.shape == (5, 1024)
     assert state.opt_state[0].memory.threshold.rows.shape == (5, 1)
@@ -46,14 +46,14 @@ def test_simulated_workers_have_a_row_each_and_share_the_rest():
     assert int(state.step) == 0
 
 
-def test_a_mesh_and_a_number_of_workers_give_the_same_state():
+def test_a_mesh_or_a_number():
     on_mesh, simulated = init_state(PARAMS, TX, jc.make_mesh(data=2)), init_state(PARAMS, TX, 2)
     jax.tree.map(np.testing.assert_array_equal, on_mesh, simulated)
     assert isinstance(on_mesh.params["w"].sharding, NamedSharding)
 
 
 @pytest.mark.parametrize("workers", [2, "mesh"])
-def test_no_two_leaves_share_a_buffer(workers):
+def test_no_shared_buffers(workers):
     """A state is donated whole, and a buffer only once."""
     state = init_state(PARAMS, TX, jc.make_mesh(data=2) if workers == "mesh" else workers)
     pointers = [
@@ -62,37 +62,37 @@ def test_no_two_leaves_share_a_buffer(workers):
     assert len(set(pointers)) == len(pointers)
 
 
-def test_a_chain_without_an_exchange_is_refused():
+def test_no_exchange():
     message = r"the transformation that averages over the workers; got a chain without. Put jaxcomm.plump_dp\(\)"
     with pytest.raises(ValueError, match=message):
         init_state(PARAMS, optax.chain(optax.clip(1.0), optax.adam(0.1)), 2)
 
 
 @pytest.mark.parametrize("workers", [0, -3])
-def test_fewer_than_one_worker_is_refused(workers):
+def test_no_worker(workers):
     with pytest.raises(
         ValueError, match=f"workers must be at least 1; got {workers}. Pass a mesh or a positive integer"
     ):
         init_state(PARAMS, TX, workers)
 
 
-def test_no_number_of_workers_is_refused():
+def test_no_number_of_workers():
     refused(lambda: init_state(PARAMS, TX, ()), "workers", "got ()")
 
 
-def test_a_mesh_without_the_axis_is_refused():
+def test_a_mesh_without_the_axis():
     with pytest.raises(ValueError, match=r"got 'data' and a mesh with \('model',\)"):
         init_state(PARAMS, TX, jc.make_mesh(model=2))
 
 
-def test_metrics_are_found_in_a_chain_and_missed_where_there_are_none():
+def test_metrics_in_a_chain():
     state = init_state(PARAMS, TX, 2)
     assert jc.exchange_metrics(state.opt_state) is state.opt_state[0].metrics
     assert jc.exchange_metrics(optax.adam(0.1).init(PARAMS)) is None
 
 
 @pytest.mark.parametrize("layout", ["workers", "simulated", "shards", "stages"])
-def test_an_array_at_two_places_of_the_parameters_is_refused(layout):
+def test_an_array_twice(layout):
     tied = jnp.ones((8, 8))
     tx = jc.chain(jc.plump_dp(), optax.sgd(0.1))
     stages = jc.Pipeline([lambda p, x, b: b @ p, lambda p, x, b: x @ p], lambda x, b: (jnp.mean(x), {}), [tied, tied])
@@ -123,7 +123,7 @@ def cut(rows, workers):
 
 @pytest.mark.parametrize("workers", [2, 8])
 @pytest.mark.parametrize("layout", ["workers", "one line", "simulated"])
-def test_rows_of_another_number_of_workers_are_refused_and_the_remedy_works(layout, workers):
+def test_rows_of_other_workers(layout, workers):
     tx = jc.chain(jc.topk(0.9), optax.sgd(0.1))
 
     def loss_fn(params, batch):
@@ -159,7 +159,7 @@ def test_rows_of_another_number_of_workers_are_refused_and_the_remedy_works(layo
     assert int(jc.exchange_metrics(new.opt_state).skipped) == 0
 
 
-def test_rows_without_a_number_of_workers_are_taken():
+def test_rows_without_a_number():
     """Checkpoints of earlier versions have the index alone."""
     tx = jc.chain(jc.topk(0.9), optax.sgd(0.1))
 

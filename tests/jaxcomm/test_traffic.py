@@ -19,12 +19,12 @@ from jaxcomm.traffic import Program, Traffic
         ("permute", 1, 0),
     ],
 )
-def test_bytes_received_for_100_bytes_put_in(op, workers, received):
+def test_bytes_of_collectives(op, workers, received):
     assert Traffic(op, 100, workers).received == received
     assert Traffic(op, 100, workers, times=5).received == 5 * received
 
 
-def test_a_conditional_counts_its_cheaper_branch_usually_and_its_dearer_one_at_most():
+def test_conditionals():
     gather, reduce = Program([Traffic("all_gather", 10, 4)]), Program([Traffic("all_reduce", 1000, 4)])
     program = Program([Traffic("all_reduce", 4, 4)])
     program.add_conditional([gather, reduce])
@@ -37,7 +37,7 @@ def test_a_conditional_counts_its_cheaper_branch_usually_and_its_dearer_one_at_m
     ]
 
 
-def test_a_conditional_in_a_loop_counts_every_time():
+def test_a_conditional_in_a_loop():
     inner, outer = Program(), Program()
     inner.add_conditional([Program(), Program([Traffic("all_gather", 10, 2)])])
     outer.add(inner, 3)
@@ -45,7 +45,7 @@ def test_a_conditional_in_a_loop_counts_every_time():
     assert inner.received_at_most == 10
 
 
-def test_a_conditional_without_collectives_is_none():
+def test_an_empty_conditional():
     program = Program()
     program.add_conditional([Program(), Program()])
     assert not program.communicates
@@ -69,17 +69,17 @@ RING = ((0, 1), (1, 2), (2, 3), (3, 0))
         (None, 4, 100),
     ],
 )
-def test_a_permutation_is_received_by_those_whom_somebody_sends_to(pairs, workers, received):
+def test_permutations(pairs, workers, received):
     assert Traffic("permute", 100, workers, pairs=pairs).received == received
     assert Traffic("permute", 100, workers, pairs=pairs, times=3).received == 3 * received
 
 
-def test_who_sends_to_whom_does_not_tell_operations_apart():
+def test_pairs_are_not_compared():
     """Neither do axes: compiled text numbers places in the mesh, the trace positions on an axis."""
     assert Traffic("permute", 8, 4, pairs=((0, 1),)) == Traffic("permute", 8, 4)
 
 
-def test_links_add_up_what_goes_from_one_position_to_another():
+def test_links_add_up():
     program = Program([Traffic("permute", 8, 4, pairs=((0, 1), (2, 3))), Traffic("all_gather", 100, 4)])
     loop = Program([Traffic("permute", 5, 4, times=2, pairs=((0, 1),)), Traffic("permute", 7, 4, pairs=((1, 0),))])
     program.add(loop, times=3)
@@ -87,7 +87,7 @@ def test_links_add_up_what_goes_from_one_position_to_another():
     assert Program().links() == {}
 
 
-def test_links_are_those_of_the_usual_branch():
+def test_links_of_the_usual_branch():
     usual, rare = Program([Traffic("permute", 8, 2, pairs=((0, 1),))]), Program([Traffic("permute", 9, 2, pairs=RING)])
     inner, outer = Program(), Program([Traffic("permute", 1, 2, pairs=((0, 1),))])
     inner.add_conditional([usual, rare])

@@ -135,7 +135,7 @@ def run(step, state, data=None):
 
 
 @pytest.mark.parametrize("script", [plain, flax_linen, flax_nnx, equinox, haiku])
-def test_a_dense_exchange_is_the_step_of_one_device(script):
+def test_dense_is_one_device(script):
     step, state, params_of = script(optax.adam(1e-2))
     single, loss = run(eqx.filter_jit(step), state)
     step, state, _ = script(chain(DENSE))
@@ -148,7 +148,7 @@ def test_a_dense_exchange_is_the_step_of_one_device(script):
         np.testing.assert_allclose(metrics[name], loss[name], rtol=1e-4)
 
 
-def test_a_compressed_exchange_is_that_of_make_train_step_and_its_bytes_are_verified():
+def test_compressed_is_make_train_step():
     tx = chain(SPARSE)
     step, state, _ = plain(tx)
     parallel = jc.data_parallel(step, mesh())
@@ -166,7 +166,7 @@ def test_a_compressed_exchange_is_that_of_make_train_step_and_its_bytes_are_veri
     assert report.received == model.report(reference, batch).received
 
 
-def test_under_jit_and_in_a_scan_it_is_the_same_step():
+def test_under_jit_and_scan():
     step, state, _ = plain(chain(SPARSE))
     parallel = jc.data_parallel(step, mesh())
     expected, _ = run(parallel, state)
@@ -179,7 +179,7 @@ def test_under_jit_and_in_a_scan_it_is_the_same_step():
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), expected, variant)
 
 
-def test_batches_are_chosen_by_position_and_by_name_and_scalars_in_them_are_for_all():
+def test_batches_by_position_and_name():
     step, state, _ = plain(chain(DENSE))
 
     def by_name(images, *, state, labels, scale):
@@ -196,7 +196,7 @@ def test_batches_are_chosen_by_position_and_by_name_and_scalars_in_them_are_for_
 
 
 @pytest.mark.slow
-def test_a_mesh_of_explicit_axes_and_batches_of_numpy():
+def test_explicit_axes_and_numpy():
     step, state, _ = plain(chain(SPARSE))
     explicit = jax.make_mesh((K,), ("data",), axis_types=(AxisType.Explicit,))
     arrays = [jax.tree.map(np.asarray, batch) for batch in batches()]
@@ -222,7 +222,7 @@ def normalized(tx):
     return step, state
 
 
-def test_running_statistics_are_averaged_where_that_is_said():
+def test_running_statistics():
     step, state = normalized(chain(DENSE))
     (_, _, stats), _ = run(jc.data_parallel(step, mesh(), mean="batch_stats", check_every=1), state, batches(1))
     np.testing.assert_allclose(stats["batch_stats"]["mean"], 0.1 * batches(1)[0]["x"].mean(0), rtol=1e-5, atol=1e-7)
@@ -261,7 +261,7 @@ LOCAL = {
 
 
 @pytest.mark.parametrize("case", LOCAL)
-def test_what_only_a_worker_knows_is_refused_by_name(case):
+def test_worker_local_state_is_refused(case):
     tail, message = LOCAL[case]
     step, state = with_tail(tail)(chain(SPARSE))
     with pytest.raises(ValueError, match=message):
@@ -281,7 +281,7 @@ REDUCED = {
 
 
 @pytest.mark.parametrize("case", REDUCED)
-def test_gradients_and_updates_that_the_step_reduces_itself_are_refused(case):
+def test_reductions_of_the_step_are_refused(case):
     before, after = REDUCED[case]
     tx = chain(SPARSE)
     _, state, _ = plain(tx)
@@ -298,7 +298,7 @@ def test_gradients_and_updates_that_the_step_reduces_itself_are_refused(case):
         jc.data_parallel(step, mesh())(state, batches(1)[0])
 
 
-def test_gradients_that_are_the_same_on_all_workers_are_refused():
+def test_equal_gradients_are_refused():
     """A step that draws its examples, and has no batch."""
     tx = chain(DENSE)
     _, state, _ = plain(tx)
@@ -317,7 +317,7 @@ def test_gradients_that_are_the_same_on_all_workers_are_refused():
     jc.data_parallel(step, jc.make_mesh(data=1), batch=())(state, key)
 
 
-def test_an_error_about_shapes_says_what_has_its_rows_on_each_worker():
+def test_shape_errors_name_the_rows():
     tx = chain(DENSE)
     _, state, _ = plain(tx)
 
@@ -336,7 +336,7 @@ def test_an_error_about_shapes_says_what_has_its_rows_on_each_worker():
     jc.data_parallel(step, mesh(), batch=2, rows="memory")(*args)
 
 
-def test_what_follows_from_the_exchange_alone_is_not_refused():
+def test_values_after_the_exchange_are_allowed():
     def by_the_exchange(grads, batch, old, new):
         ok = jc.exchange_metrics(new[1]).skipped == 0
         norm = optax.tree.norm(jax.tree.map(jnp.subtract, new[0], old[0]))
@@ -347,7 +347,7 @@ def test_what_follows_from_the_exchange_alone_is_not_refused():
     assert metrics["steps"] == 6
 
 
-def test_a_queue_and_a_least_loss_are_refused_and_the_collectives_that_are_offered_make_those_of_one_device():
+def test_collectives_replace_queues_and_minima():
     def script(tx, all_rows, mean):
         _, state, _ = plain(tx)
 
@@ -376,7 +376,7 @@ def test_a_queue_and_a_least_loss_are_refused_and_the_collectives_that_are_offer
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), result, expected)
 
 
-def test_statistics_that_nobody_averages_are_refused():
+def test_statistics_without_a_mean_are_refused():
     step, state = normalized(chain(DENSE))
     with pytest.raises(ValueError, match=r"'0/2/batch_stats/mean' float32\[12\] \(state\).*Pass mean='batch_stats'"):
         jc.data_parallel(step, mesh())(state, batches(1)[0])
@@ -392,13 +392,13 @@ def test_statistics_that_nobody_averages_are_refused():
         (jc.dct_dp(0.5, axis_name="workers"), {}, "got 'workers' and a mesh with"),
     ],
 )
-def test_bad_arguments_are_refused(exchange, arguments, message):
+def test_bad_arguments(exchange, arguments, message):
     step, state, _ = plain(chain(exchange))
     with pytest.raises(ValueError, match=message):
         jc.data_parallel(step, mesh(), **arguments)(state, batches(1)[0])
 
 
-def test_other_states_and_batches_are_refused():
+def test_other_states_and_batches():
     parallel = jc.data_parallel(plain(chain(SPARSE))[0], mesh())
     _, state, _ = plain(chain(SPARSE))
     with pytest.raises(ValueError, match=r"got 22 rows at \"\['batch'\]\['x'\]\" for 4 workers"):
@@ -417,7 +417,7 @@ def test_other_states_and_batches_are_refused():
         parallel(three, batches(1)[0])
 
 
-def test_an_optimizer_that_nnx_has_split_is_refused():
+def test_split_nnx_optimizer():
     model = nnx.Linear(FEATURES, CLASSES, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, chain(SPARSE), wrt=nnx.Param)
     graph, state = nnx.split((model, optimizer))
@@ -433,7 +433,7 @@ def test_an_optimizer_that_nnx_has_split_is_refused():
 
 
 @pytest.mark.parametrize("place", ["params", "momentum"])
-def test_replicated_state_that_parted_is_found(place):
+def test_replicas_that_parted(place):
     step, state, _ = plain(jc.chain(SPARSE, optax.sgd(0.1, momentum=0.9)))
     parallel = jc.data_parallel(step, mesh(), check_every=2)
     state, _ = parallel(state, batches(1)[0])
@@ -466,7 +466,7 @@ def one_row(state):
     )
 
 
-def test_rows_of_another_worker_are_refused_and_where_nobody_looks_the_step_is_skipped():
+def test_rows_of_another_worker():
     tx = chain(SPARSE)
     step, state, _ = plain(tx)
     state, _ = run(jc.data_parallel(step, mesh()), state)
@@ -494,7 +494,7 @@ def test_rows_of_another_worker_are_refused_and_where_nobody_looks_the_step_is_s
     jax.tree.map(np.testing.assert_array_equal, get_exchange(opt_state).worker.rows[0, 0], 4 << 16)
 
 
-def test_rows_are_numbered_by_the_first_step_and_a_resized_state_anew():
+def test_rows_are_numbered_at_first():
     step, state, _ = plain(chain(SPARSE))
     assert np.asarray(get_exchange(state[1]).worker.rows).tolist() == [[-1]]
     state, _ = run(jc.data_parallel(step, mesh()), state, batches(1))
@@ -514,7 +514,7 @@ EXCHANGES = {
 
 
 @pytest.mark.parametrize("name", EXCHANGES)
-def test_every_exchange_gives_what_is_the_same_on_all_workers(name):
+def test_exchanges_are_replicated(name):
     """JAX proves this where it tracks variation; where it does not, the walk over the program finds the same."""
     params = {"w": jnp.zeros((64, 40)), "b": jnp.zeros(7)}
     tx = EXCHANGES[name]
@@ -563,7 +563,7 @@ print(*[repr(float(x)) for x in (metrics["loss"], np.abs(state[0]["w"]).sum())])
 
 
 @pytest.mark.slow
-def test_two_processes_take_the_steps_of_two_workers_of_one():
+def test_two_processes_are_two_workers():
     with Lab(2, None) as lab:
         results = lab.run([sys.executable, "-c", PROCESSES], env={"PYTHONPATH": str(ROOT)}, timeout=120)
     assert [result.returncode for result in results] == [0, 0], results
@@ -576,7 +576,7 @@ def test_two_processes_take_the_steps_of_two_workers_of_one():
         )
 
 
-def test_it_keeps_the_name_of_the_step():
+def test_the_name_of_the_step():
     step, _, _ = plain(chain(DENSE))
     assert jc.data_parallel(step, mesh()).__name__ == "step"
     assert functools.partial(jc.data_parallel, mesh=mesh())(step).__name__ == "step"
@@ -597,7 +597,7 @@ def drawing(tx):
     return step, (params, opt_state, jax.random.key(5))
 
 
-def test_each_worker_draws_with_a_key_of_its_own_if_that_is_said():
+def test_a_key_for_each_worker():
     step, state = drawing(chain(DENSE))
     key = jax.random.key(9)
     _, metrics = jc.data_parallel(step, mesh())(state, batches(1)[0], key)
@@ -614,7 +614,7 @@ def test_each_worker_draws_with_a_key_of_its_own_if_that_is_said():
         jc.data_parallel(step, mesh(), rng="dropout")(state, batches(1)[0], key)
 
 
-def test_a_key_of_the_state_is_the_same_on_all_workers_and_another_in_every_step():
+def test_a_key_in_the_state():
     step, state = drawing(chain(DENSE))
     parallel = jc.data_parallel(step, mesh(), rng="state/2", check_every=1)
     keys, draws = [state[2]], []
@@ -657,7 +657,7 @@ def nnx_script(tx, transform=lambda step: step):
     "transform",
     [pytest.param(lambda step: step, id="plain", marks=pytest.mark.slow), pytest.param(nnx.jit, id="nnx.jit")],
 )
-def test_objects_of_nnx_change_in_place_and_share_what_they_shared(transform):
+def test_nnx_objects_change_in_place(transform):
     step, model, optimizer = nnx_script(optax.adam(1e-2), nnx.jit)
     script, copy, copy_optimizer = nnx_script(chain(DENSE), transform)
     script = jc.data_parallel(script, mesh(), batch="batch", check_every=1)
@@ -673,7 +673,7 @@ def test_objects_of_nnx_change_in_place_and_share_what_they_shared(transform):
     )
 
 
-def test_a_state_is_placed_with_a_row_for_each_worker():
+def test_a_state_is_placed_in_rows():
     step, state, _ = plain(chain(SPARSE))
     parallel = jc.data_parallel(step, mesh())
     placement = parallel.place(state)
@@ -743,7 +743,7 @@ COMBINED = {
 
 
 @pytest.mark.parametrize("case", COMBINED)
-def test_sums_and_maxima_are_those_of_one_device(case):
+def test_sums_and_maxima(case):
     tail, state, options = COMBINED[case]
     outputs, expected = tailed(tail, **options, check_every=1)
     jax.tree.map(
@@ -754,7 +754,7 @@ def test_sums_and_maxima_are_those_of_one_device(case):
     assert jax.tree.map(jnp.result_type, outputs(state)) == jax.tree.map(jnp.result_type, expected(state))
 
 
-def test_what_is_no_sum_or_is_said_twice_is_refused():
+def test_bad_sums():
     with pytest.raises(ValueError, match=r"sum= must name sums over rows; got '2'.*jax\.lax\.psum"):
         tailed(lambda s, b: (jnp.sqrt(s + b["x"].sum(0) ** 2), {}), sum="state")[0](jnp.ones(FEATURES))
     with pytest.raises(ValueError, match=r"got mean and sum for '2', which continues 'state'.*Narrow the patterns"):
@@ -767,13 +767,13 @@ def test_what_is_no_sum_or_is_said_twice_is_refused():
 
 
 @pytest.mark.parametrize("how", ["mean", "sum", "max", "rows"])
-def test_a_pattern_that_finds_nothing_is_refused(how):
+def test_a_pattern_without_a_match(how):
     step, state, _ = plain(chain(DENSE))
     with pytest.raises(ValueError, match=rf"{how}= must be .* finds an output; got 'typo' for \['1/loss', 'state/0/b'"):
         jc.data_parallel(step, mesh(), **{how: "typo"})(state, batches(1)[0])
 
 
-def test_the_pattern_that_is_offered_is_taken():
+def test_the_pattern_offered_works():
     tail, state, _ = COMBINED["sums that decay"]
     with pytest.raises(
         ValueError, match=r"Pass mean='average\\|hidden\\|total' for means.*sum='average\\|hidden\\|total'"
@@ -785,7 +785,7 @@ def test_the_pattern_that_is_offered_is_taken():
     )
 
 
-def test_a_dict_of_losses_with_the_keys_of_an_argument_is_averaged():
+def test_a_dict_of_losses():
     def losses(state, batch):
         return state, {"a": (batch["x"] ** 2).mean(), "b": batch["x"].mean()}
 
@@ -798,7 +798,7 @@ def test_a_dict_of_losses_with_the_keys_of_an_argument_is_averaged():
         tailed(lambda s, b: (s | {"a": s["a"] + b["x"].sum()}, {}))[0](weights)
 
 
-def test_rows_go_in_and_come_out_of_their_workers():
+def test_rows_of_workers_go_through():
     """Recurrent state (rows, 2), losses of rows, and logits; the batch that is returned."""
 
     def recurrent(state, batch):
@@ -819,7 +819,7 @@ def test_rows_go_in_and_come_out_of_their_workers():
         tailed(recurrent, rows="state/h")[0](state)
 
 
-def test_items_of_each_worker_go_in_and_come_out():
+def test_items_of_workers_go_through():
     def own(state, batch):
         return jc.PerWorker(state.rows + batch["y"].sum(), state.axes), {}
 
@@ -827,7 +827,7 @@ def test_items_of_each_worker_go_in_and_come_out():
     np.testing.assert_array_equal(state.rows, batches(1)[0]["y"].reshape(K, -1).sum(1))
 
 
-def test_a_batch_that_holds_the_optimizers_state_is_named():
+def test_an_optimizer_in_the_batch():
     step, state, _ = plain(chain(SPARSE))
     with pytest.raises(
         ValueError, match=r"got argument 0, 'state', which holds an exchange's state. Pass batch=.*batch'"
@@ -836,7 +836,7 @@ def test_a_batch_that_holds_the_optimizers_state_is_named():
 
 
 @pytest.mark.parametrize("static", ["flag", 2, ("flag", "layers")])
-def test_static_arguments_are_python_values(static):
+def test_static_arguments(static):
     step, state, _ = plain(chain(DENSE))
     names = ("flag", "layers") if isinstance(static, tuple) else ("flag",)
 
@@ -858,7 +858,7 @@ def test_static_arguments_are_python_values(static):
 
 
 @pytest.mark.parametrize("where", ["fresh", "placed", "returned", "shared with the batch"])
-def test_an_array_at_two_places_is_donated_once(where):
+def test_an_array_twice_is_donated_once(where):
     step, (params, opt_state), _ = plain(chain(DENSE))
 
     def averaged(state, batch):
@@ -928,7 +928,7 @@ def decorrelated(params, batch, axis):
 
 
 @pytest.mark.parametrize("loss", [synchronized, contrastive, gathered_whole, by_tokens, decorrelated])
-def test_collectives_inside_a_loss_give_the_step_of_one_device_and_are_verified(loss):
+def test_collectives_inside_a_loss(loss):
     def script(tx, axis):
         params, opt_state = plain(tx)[1]
 
@@ -975,7 +975,7 @@ def written(index, value):
     return tail
 
 
-def test_writes_to_references_are_followed():
+def test_writes_to_references():
     for index in (0, 1):
         with pytest.raises(ValueError, match=r"got '2' float32\[3\] \(state\).*sum='state'"):
             tailed(written(index, lambda batch: batch["x"].sum()))[0](jnp.zeros(3))

@@ -119,7 +119,7 @@ STEPS = {
     ("loss", "make"),
     [*((loss, "workers") for loss in LOOPS), *((all_of_them, make) for make in STEPS if make != "workers")],
 )
-def test_a_loop_over_constants_has_the_gradient_of_one_device(loss, make):
+def test_gradient_of_a_loop(loss, make):
     value, right = jax.value_and_grad(loss)(params(), batch())
     result, metrics = change_of(STEPS[make](loss, SGD))
     np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
@@ -129,7 +129,7 @@ def test_a_loop_over_constants_has_the_gradient_of_one_device(loss, make):
 @pytest.mark.parametrize(
     "method", [jc.topk(0.9), jc.powersgd(2), jc.iwp(5.0, density=0.1)], ids=["topk", "powersgd", "iwp"]
 )
-def test_a_loop_over_constants_sends_what_is_predicted(method):
+def test_bytes_of_a_loop(method):
     step = jc.make_train_step(scan_from_zeros, jc.chain(method, optax.sgd(0.1)), mesh())
     state = step.init(params())
     step.verify(state, batch())
@@ -142,7 +142,7 @@ def test_a_loop_over_constants_sends_what_is_predicted(method):
 
 
 @pytest.mark.parametrize("layout", ["workers", "fsdp"])
-def test_workers_of_a_local_method_take_a_loop_over_constants(layout):
+def test_a_loop_with_a_local_method(layout):
     tx = jc.chain(optax.sgd(0.5), jc.local_sgd(2, exchange=jc.plump_dp(), outer=optax.sgd(1.0)))
     result, _ = change_of(STEPS[layout](scan_from_zeros, tx), steps=2)
     totals = jax.tree.map(jnp.zeros_like, params())
@@ -155,7 +155,7 @@ def test_workers_of_a_local_method_take_a_loop_over_constants(layout):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), result, totals)
 
 
-def test_an_optimizer_with_a_branch_of_constants_runs_on_every_worker():
+def test_an_optimizer_with_a_branch():
     def init(params):
         return jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params)
 
@@ -173,7 +173,7 @@ def test_an_optimizer_with_a_branch_of_constants_runs_on_every_worker():
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_a_stage_with_a_loop_over_constants_has_the_gradient_of_one_device(schedule):
+def test_a_loop_in_a_stage(schedule):
     def first(params, x, batch):
         del x
         return lax.scan(
@@ -204,7 +204,7 @@ def test_a_stage_with_a_loop_over_constants_has_the_gradient_of_one_device(sched
         np.testing.assert_allclose(np.asarray(old) - np.asarray(new), gradient, atol=1e-6)
 
 
-def test_a_line_search_takes_a_loop_over_constants():
+def test_a_loop_in_a_line_search():
     search = optax.scale_by_backtracking_linesearch(max_backtracking_steps=3, store_grad=True)
     tx = jc.chain(jc.plump_dp(), optax.sgd(1.0), search)
     result, _ = change_of(jc.make_train_step(scan_from_zeros, tx, mesh()), steps=2)
@@ -218,14 +218,14 @@ def test_a_line_search_takes_a_loop_over_constants():
     jax.tree.map(lambda a, p, q: np.testing.assert_allclose(a, p - q, atol=1e-5), result, params(), local_params)
 
 
-def test_a_delayed_step_takes_a_loop_over_constants():
+def test_a_loop_in_a_delayed_step():
     tx = jc.chain(jc.plump_dp(), optax.sgd(1.0), delay=1)
     result, _ = change_of(jc.make_train_step(scan_from_zeros, tx, mesh()), steps=2)
     right = jax.grad(scan_from_zeros)(params(), batch())
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), result, right)
 
 
-def test_an_untracked_output_that_differs_between_workers_is_refused():
+def test_an_untracked_output_is_refused():
     def update(updates, state, params=None):
         del params
         return updates, state + lax.axis_index("data").astype(jnp.float32)
@@ -286,7 +286,7 @@ OWN_COLLECTIVES = {
 
 @pytest.mark.parametrize("make", ["workers", "fsdp", "simulated"])
 @pytest.mark.parametrize("case", OWN_COLLECTIVES)
-def test_a_loss_with_collectives_has_the_gradient_of_one_device(case, make):
+def test_gradient_of_collectives(case, make):
     loss, whole = OWN_COLLECTIVES[case]
     value, right = jax.value_and_grad(whole)(params(), batch())
     result, metrics = change_of(STEPS[make](loss, SGD))
@@ -314,7 +314,7 @@ def counted(params, batch):
         ("simulated", 1, jc.plump_dp(p=2)),
     ],
 )
-def test_sums_and_maxima_of_scalars_are_those_of_all_rows(workers, accumulate, method):
+def test_scalars_are_of_all_rows(workers, accumulate, method):
     expected = counted(params(), batch())[1]
     tx = jc.chain(optax.sgd(0.0), method) if is_local(method) else jc.chain(method, optax.sgd(0.0))
     options = {"has_aux": True, "sum": "right", "max": "most|any", "accumulate": accumulate}
@@ -327,7 +327,7 @@ def test_sums_and_maxima_of_scalars_are_those_of_all_rows(workers, accumulate, m
         np.testing.assert_allclose(metrics[name], expected[name], rtol=1e-5)
 
 
-def test_what_cannot_be_averaged_is_refused_with_a_pattern():
+def test_outputs_without_a_mean_are_refused():
     tx, mesh = jc.chain(jc.plump_dp(), optax.sgd(0.1)), jc.make_mesh(data=K)
 
     def run(**options):

@@ -41,7 +41,7 @@ def by_worker(batch, count, part):
 
 
 @pytest.mark.parametrize("kind", slow_except(KINDS, "mesh"))
-def test_micro_batches_of_a_step_are_the_step_of_all_rows(kind):
+def test_micro_batches_are_one_batch(kind):
     """With a model's state, which sees the micro-batches one after another."""
 
     def loss(params, model_state, batch):
@@ -63,7 +63,7 @@ def test_micro_batches_of_a_step_are_the_step_of_all_rows(kind):
     assert state.model_state["mean"] == pytest.approx(means.mean(), rel=1e-4)
 
 
-def test_micro_batches_must_divide_the_rows_of_a_worker():
+def test_rows_must_divide():
     step = make("mesh", loss_fn, jc.chain(SPARSE, optax.sgd(0.1)), accumulate=3)
     with pytest.raises(
         ValueError, match=r"got 32 rows at .* for 4 workers of 3 micro-batches each. Use a batch size of 24"
@@ -74,7 +74,7 @@ def test_micro_batches_must_divide_the_rows_of_a_worker():
 
 
 @pytest.mark.slow
-def test_micro_batches_of_sharded_parameters():
+def test_sharded_parameters():
     mesh, tx = jc.make_mesh(data=2, model=2), jc.chain(SPARSE, optax.sgd(0.1))
     specs = {"w": jax.P("model"), "b": jax.P()}
     steps = [jc.make_train_step(loss_fn, tx, mesh, specs=specs, auto=("model",), accumulate=count) for count in (1, 4)]
@@ -83,7 +83,7 @@ def test_micro_batches_of_sharded_parameters():
     assert loss["loss"] == pytest.approx(float(expected_loss["loss"]), rel=1e-5)
 
 
-def test_each_step_worker_and_micro_batch_has_its_key():
+def test_keys():
     def loss(params, batch, key):
         return loss_fn(params, batch), {"draw": jax.random.uniform(key), "square": jax.random.uniform(key) ** 2}
 
@@ -106,7 +106,7 @@ def test_each_step_worker_and_micro_batch_has_its_key():
 
 
 @pytest.mark.parametrize("kind", slow_except(KINDS, "mesh"))
-def test_a_chain_that_accumulates_is_that_of_the_mean_gradient(kind):
+def test_chains_take_the_mean_gradient(kind):
     batch, count = batches(1)[0], 3
     batch = jax.tree.map(lambda rows: np.concatenate([rows] * 3)[: 2 * 3 * K * 4], batch)
     tx = jc.chain(SPARSE, optax.adam(1e-2))
@@ -130,7 +130,7 @@ def test_a_chain_that_accumulates_is_that_of_the_mean_gradient(kind):
 
 
 @pytest.mark.slow
-def test_a_dense_chain_that_accumulates_is_multi_steps():
+def test_dense_is_multi_steps():
     library = jc.make_train_step(loss_fn, jc.chain(jc.plump_dp(), optax.adam(1e-2), accumulate=2), jc.make_mesh(data=K))
     optax_steps = optax.MultiSteps(optax.adam(1e-2), 2)
     state, params = library.init(PARAMS), PARAMS
@@ -143,7 +143,7 @@ def test_a_dense_chain_that_accumulates_is_multi_steps():
     assert set(inner._fields) - {"skip_state"} <= vars(state.opt_state).keys()
 
 
-def test_a_skip_leaves_no_gradient_behind_and_training_goes_on():
+def test_a_skip_leaves_nothing():
     step = jc.make_train_step(loss_fn, jc.chain(SPARSE, optax.adam(1e-2), accumulate=2), jc.make_mesh(data=K))
     state, data = step.init(PARAMS), batches(6)
     data[2] = {**data[2], "x": np.full_like(data[2]["x"], np.nan)}
@@ -158,7 +158,7 @@ def test_a_skip_leaves_no_gradient_behind_and_training_goes_on():
 
 
 @pytest.mark.slow
-def test_bytes_of_a_chain_that_accumulates():
+def test_bytes_of_a_chain():
     tx, single_use = jc.chain(SPARSE, optax.adam(1e-2), accumulate=4), jc.chain(SPARSE, optax.adam(1e-2))
     report, whole = jc.wire_report(tx, PARAMS, K), jc.wire_report(single_use, PARAMS, K)
     assert report.received_in_exchange == whole.received
@@ -167,7 +167,7 @@ def test_bytes_of_a_chain_that_accumulates():
     assert step.verify(step.init(PARAMS), batches(1)[0], other_bytes=8).every == 4
 
 
-def test_local_methods_do_not_accumulate_and_split_chains_are_told_to():
+def test_chains_that_cannot_accumulate():
     local = jc.chain(optax.sgd(0.1), jc.local_sgd(2, exchange=jc.plump_dp()), accumulate=2)
     with pytest.raises(ValueError, match=r"accumulate must be 1 for local_sgd, .* got 2. Pass it more steps"):
         local.init(PARAMS)
@@ -200,7 +200,7 @@ def search(tx):
 
 
 @pytest.mark.parametrize("name", slow_except(SEARCHES, "polyak"))
-def test_a_line_search_is_that_of_one_device(name):
+def test_line_searches(name):
     reference, state = search(optax.with_extra_args_support(SEARCHES[name]()))
     tx = jc.chain(jc.plump_dp(), SEARCHES[name]())
     result, path = search(tx)
@@ -217,7 +217,7 @@ def test_a_line_search_is_that_of_one_device(name):
 
 
 @pytest.mark.slow
-def test_the_axis_of_workers_is_said_once():
+def test_one_axis_name():
     """By the exchange: the step, the reports and the verification take it from there."""
     mesh, axes = jc.make_mesh(replica=2, shard=2), ("replica", "shard")
     tx = jc.chain(jc.topk(0.5, dense_below=0, axis_name=axes), optax.sgd(0.1))
@@ -230,7 +230,7 @@ def test_the_axis_of_workers_is_said_once():
 
 
 @pytest.mark.parametrize("kind", slow_except(KINDS, "mesh"))
-def test_integers_and_keys_among_the_parameters_stay(kind):
+def test_integers_and_keys_stay(kind):
     params = PARAMS | {"shift": jnp.arange(CLASSES), "key": jax.random.key(0), "flag": jnp.ones((), bool)}
 
     def loss(params, batch):
@@ -267,7 +267,7 @@ def test_frozen_parameters_are_not_sent():
         left.init(PARAMS)
 
 
-def test_the_mean_gradients_norm_is_asked_for_by_a_link():
+def test_the_norm_of_the_mean():
     tx = jc.chain(SPARSE, optax.snapshot("norm", optax.tree.norm), optax.sgd(1.0))
     step = make("mesh", loss_fn, tx)
     state, _ = step(step.init(PARAMS), batches(1)[0])

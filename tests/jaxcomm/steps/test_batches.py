@@ -73,7 +73,7 @@ WHOLE = {
 
 
 @pytest.mark.parametrize("make", STEPS)
-def test_axes_of_rows_and_replicated_arrays_give_the_gradient_of_one_device(make):
+def test_gradient_with_axes(make):
     batch = arrays(**WHOLE)
     axes = {"x": 1, "y": 0} | dict.fromkeys(WHOLE)
     value, right = jax.value_and_grad(loss_fn)(params(), batch)
@@ -85,7 +85,7 @@ def test_axes_of_rows_and_replicated_arrays_give_the_gradient_of_one_device(make
 
 
 @pytest.mark.parametrize("make", STEPS)
-def test_one_axis_is_that_of_all_arrays(make):
+def test_one_axis(make):
     def loss(params, x):
         h, _ = jax.lax.scan(lambda h, x: (jnp.tanh(x @ params["w"] + h), None), jnp.zeros(x.shape[1:]), x)
         return jnp.mean((h @ params["u"]) ** 2)
@@ -98,7 +98,7 @@ def test_one_axis_is_that_of_all_arrays(make):
 
 
 @pytest.mark.parametrize("make", STEPS)
-def test_an_array_without_rows_is_refused_and_the_remedy_works(make):
+def test_an_array_without_rows(make):
     rows = {"x": np.moveaxis(arrays()["x"], 1, 0), "y": arrays()["y"]}
 
     def loss(params, batch):
@@ -136,19 +136,19 @@ def test_an_array_without_rows_is_refused_and_the_remedy_works(make):
     ],
 )
 @pytest.mark.parametrize("make", ["workers", "one line"])
-def test_axes_that_do_not_fit_are_refused(make, axes, message):
+def test_bad_axes(make, axes, message):
     step = STEPS[make](loss_fn, batch_axis=axes)
     with pytest.raises(ValueError, match=message):
         step(step.init(params()), arrays())
 
 
-def test_times_that_do_not_divide_are_refused_with_the_axis_as_a_remedy():
+def test_an_axis_as_the_remedy():
     with pytest.raises(ValueError, match=r"got 6 rows at .*'x'.* along another axis \(time first\), pass batch_axis="):
         check_batch({"x": np.ones((6, ROWS, WIDTH)), "y": np.ones(6)}, K)
     check_batch({"x": np.ones((6, ROWS, WIDTH))}, K, batch_axis=1)
 
 
-def test_a_pipeline_refuses_a_batch_axis_and_arrays_without_rows():
+def test_pipelines_refuse_axes():
     def first(params, x, batch):
         del x
         return batch["x"] @ params
@@ -179,7 +179,7 @@ def elsewhere():
 
 
 @pytest.mark.parametrize("make", STEPS)
-def test_a_batch_committed_elsewhere_is_placed(make):
+def test_a_batch_elsewhere_is_placed(make):
     def loss(params, batch):
         return jnp.mean((batch @ params["w"] @ params["u"]) ** 2)
 
@@ -194,7 +194,7 @@ def test_a_batch_committed_elsewhere_is_placed(make):
 
 
 @pytest.mark.parametrize("make", ["workers", "fsdp", "one line"])
-def test_a_state_committed_to_one_device_is_placed(make):
+def test_a_state_elsewhere_is_placed(make):
     def loss(params, batch):
         return jnp.mean((batch @ params["w"] @ params["u"]) ** 2)
 
@@ -206,7 +206,7 @@ def test_a_state_committed_to_one_device_is_placed(make):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), step.params(result), step.params(right))
 
 
-def test_a_processes_own_arrays_are_refused_where_there_are_several(monkeypatch):
+def test_arrays_of_one_process(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     message = r"must be of global arrays.*got one of this process alone, of 2, at \"\['y'\]\".*make_array_from_process"
     with pytest.raises(ValueError, match=message):
@@ -218,7 +218,7 @@ def test_a_processes_own_arrays_are_refused_where_there_are_several(monkeypatch)
 
 
 @pytest.mark.parametrize("make", STEPS)
-def test_a_script_may_have_set_any_mesh(make):
+def test_any_mesh_may_be_set(make):
     def loss(params, batch):
         return jnp.mean((batch @ params["w"] @ params["u"]) ** 2)
 

@@ -58,7 +58,7 @@ DELAYED = ("plump_dp", "dct_dp", "dgc", "quant_dp")
 
 
 @pytest.mark.parametrize(("name", "kind"), [("dct_dp", "mesh"), *((name, "simulated") for name in DELAYED)])
-def test_every_exchange_is_that_of_the_gradients_before(name, kind):
+def test_an_exchange_is_one_step_late(name, kind):
     """Equal to the bit to a run that gets zeros first, then the same gradients; the state keeps the last ones."""
     data, zeros = given_gradients(4), {name: np.zeros((K, *shape), np.float32) for name, shape in SHAPES.items()}
     start = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
@@ -76,7 +76,7 @@ def test_every_exchange_is_that_of_the_gradients_before(name, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_loss_and_model_state_are_those_of_their_own_step(kind):
+def test_loss_and_model_state(kind):
     tx, key = jc.chain(jc.topk(0.5, dense_below=0), optax.sgd(0.0), delay=1), jax.random.key(3)
     delayed = make(kind, loss_fn, tx, has_state=True, rng=key)
     at_once = make(kind, loss_fn, jc.chain(jc.topk(0.5, dense_below=0), optax.sgd(0.0)), has_state=True, rng=key)
@@ -89,7 +89,7 @@ def test_loss_and_model_state_are_those_of_their_own_step(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_gradient_that_is_not_finite_is_skipped_a_step_later(kind):
+def test_a_skip_is_one_step_late(kind):
     tx = jc.chain(jc.topk(0.5, dense_below=0), optimizer(), delay=1)
     step = make(kind, loss_fn, tx, has_state=True, rng=jax.random.key(0))
     state, data = step.init(PARAMS, {"mean": jnp.zeros(())}), batches(5)
@@ -111,7 +111,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_a_step_later(kind):
 
 
 @pytest.mark.parametrize("new", [3, 8, 1])
-def test_another_number_of_workers_owes_the_same_mean(new):
+def test_another_number_of_workers(new):
     step = jc.simulate(linear, jc.chain(jc.topk(0.9, dense_below=0), optax.sgd(0.1), delay=1), K)
     (gradient,) = given_gradients(1)
     state, _ = step(step.init({name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}), gradient)
@@ -121,7 +121,7 @@ def test_another_number_of_workers_owes_the_same_mean(new):
         np.testing.assert_allclose(rows[name].mean(0), owed.mean(0), atol=1e-6)
 
 
-def test_the_programs_of_cpu_hosts_take_the_same_steps(monkeypatch):
+def test_programs_of_cpu_hosts(monkeypatch):
     """Three programs in two threads, as with several processes; here on one mesh."""
     tx, key = jc.chain(jc.topk(0.5, dense_below=0), optimizer(), delay=1), jax.random.key(3)
     options = {"has_state": True, "rng": key, "accumulate": 2}
@@ -141,7 +141,7 @@ def test_the_programs_of_cpu_hosts_take_the_same_steps(monkeypatch):
 
 
 @pytest.mark.parametrize("exchange", [jc.plump_dp(), jc.topk(0.9)], ids=["plump_dp", "topk"])
-def test_the_compiled_exchange_waits_for_nothing_of_its_step(exchange):
+def test_the_exchange_waits_for_nothing(exchange):
     """Without a delay, almost nothing can be computed at the same time."""
     names = []
     for delay in (0, 1):
@@ -155,7 +155,7 @@ def test_the_compiled_exchange_waits_for_nothing_of_its_step(exchange):
     assert f"{delayed.overlap:.1%} of the products" in str(delayed)
 
 
-def test_a_script_of_its_own_takes_delayed_steps():
+def test_foreign_steps():
     """`data_parallel` with a delayed chain equals the step of `make_train_step`."""
 
     def loss(params, x):
@@ -178,7 +178,7 @@ def test_a_script_of_its_own_takes_delayed_steps():
     assert get_exchange(start[1]).step == 3
 
 
-def test_what_cannot_be_delayed_is_refused():
+def test_refusals():
     local = jc.chain(optax.sgd(0.1), jc.local_sgd(2, exchange=jc.plump_dp()), delay=1)
     with pytest.raises(ValueError, match="delay must be 0 for local_sgd, whose workers train on their own; got 1"):
         local.init(PARAMS)

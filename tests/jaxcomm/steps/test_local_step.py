@@ -70,7 +70,7 @@ def assert_near(result, expected):
         ("fsdp", "diloco"),
     ),
 )
-def test_shards_train_as_whole_workers_do(name, method):
+def test_shards_are_whole_workers(name, method):
     """Local parameters and optimizers, the global model and the losses, over seven steps."""
     tx = jc.chain(LOCAL, METHODS[method])
     step, mesh = make(name, tx)
@@ -94,7 +94,7 @@ def is_rows(node):
 
 
 @pytest.mark.parametrize("name", slow_except(["tensor parallel", "both"], "both"))
-def test_everything_is_sharded_like_the_parameters(name):
+def test_the_state_is_sharded(name):
     """A device has its shards of its worker's state; `shapes` says so before there is a state."""
     specs = MESHES[name][2]
     step, mesh = make(name, jc.chain(optax.adamw(0.1), jc.local_sgd(2, exchange=jc.topk(0.9, dense_below=0))))
@@ -116,7 +116,7 @@ def test_everything_is_sharded_like_the_parameters(name):
 
 
 @pytest.mark.parametrize("name", slow_except(["tensor parallel", "both"], "tensor parallel"))
-def test_a_number_that_is_not_finite_does_what_it_does_to_whole_workers(name):
+def test_bad_numbers_on_all(name):
     """In a local step, its worker stays unchanged; in an exchange step, all do. Training then goes on."""
     tx = jc.chain(LOCAL, jc.local_sgd(3, exchange=jc.plump_dp()))
     step, mesh = make(name, tx)
@@ -138,7 +138,7 @@ def test_a_number_that_is_not_finite_does_what_it_does_to_whole_workers(name):
 
 
 @pytest.mark.parametrize("bad", [np.nan, -1e7], ids=["gradient", "update"])
-def test_a_number_that_is_not_finite_in_one_shard_is_known_to_all(bad):
+def test_a_bad_number_in_one_shard(bad):
     """Of the loss of a sum over elements: the worker's other shard has finite updates, and stays, too."""
     bursts = optax.stateless(lambda updates, _: jax.tree.map(lambda x: jnp.where(x < -1e5, -jnp.inf, x), updates))
     tx = jc.chain(optax.trace(0.9), optax.sgd(0.1), bursts, jc.slim_dp(0.5, 0.2, p=3))
@@ -171,7 +171,7 @@ def test_a_number_that_is_not_finite_in_one_shard_is_known_to_all(bad):
 
 
 @pytest.mark.slow
-def test_the_models_state_is_that_of_whole_workers():
+def test_model_state():
     """A row for each; that of a worker whose gradient is not finite stays."""
     tx = jc.chain(optax.sgd(0.1), jc.local_sgd(3, exchange=jc.plump_dp()))
 
@@ -204,7 +204,7 @@ EXCHANGES = {
 
 
 @pytest.mark.parametrize("method", slow_except(EXCHANGES, "powersgd"))
-def test_a_shard_is_exchanged_as_a_model_of_its_own(method):
+def test_a_shard_is_a_model(method):
     """With a loss that is a sum over elements, each half is exchanged as if alone."""
     tx = jc.chain(optax.sgd(0.1, momentum=0.9), EXCHANGES[method])
     first = {"kernel": np.random.default_rng(0).normal(size=(40, 128)).astype(np.float32)}
@@ -235,7 +235,7 @@ def test_a_shard_is_exchanged_as_a_model_of_its_own(method):
 
 
 @pytest.mark.parametrize("method", slow_except(["diloco", *EXCHANGES], "diloco"))
-def test_bytes_over_the_workers_are_those_of_the_shards(method):
+def test_bytes_of_shards(method):
     """Predicted, traced and compiled."""
     exchange = (METHODS | EXCHANGES)[method]
     step, mesh = make("tensor parallel", jc.chain(LOCAL, exchange))
@@ -256,7 +256,7 @@ def communication_period(exchange):
     return exchange.init({"w": jnp.zeros(2048)}).method.period
 
 
-def test_over_the_other_axes_moves_what_fsdp_moves():
+def test_bytes_of_fsdp():
     """The compiled collectives of one worker on its four devices, and small ones for what is not sharded."""
     step, mesh = make("fsdp", jc.chain(optax.adamw(0.1), jc.local_sgd(2, exchange=jc.plump_dp())))
     batch = next(sharded.batches(1))
@@ -283,7 +283,7 @@ def test_over_the_other_axes_moves_what_fsdp_moves():
 
 
 @pytest.mark.parametrize("method", slow_except(["diloco", "slim_dp"], "diloco"))
-def test_workers_come_and_go_and_keep_their_mean(method):
+def test_resizing_keeps_the_mean(method):
     """For shards: the global model, the mean of the workers' parameters, and the residual of their exchange."""
     step, mesh = make("tensor parallel", jc.chain(optax.sgd(0.1, momentum=0.9), (METHODS | EXCHANGES)[method]))
     state = step.init(sharded.params())
@@ -325,7 +325,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_refused(case):
+def test_refusals(case):
     exchange, options, message = REFUSED[case]
     mesh = options.get("mesh", lambda: jc.make_mesh(data=2, model=2))()
     tx, specs = jc.chain(optax.sgd(0.1), exchange), options.get("specs", sharded.OVER_MODEL)
@@ -333,20 +333,20 @@ def test_what_is_refused(case):
         jc.make_train_step(sharded.whole, tx, mesh, specs=specs, auto=("model",)).shapes(sharded.params())
 
 
-def test_the_model_is_that_of_the_step():
+def test_the_model_of_a_step():
     step, _ = make("fsdp", jc.chain(LOCAL, METHODS["diloco"]))
     with pytest.raises(ValueError, match=r"must be put together by their step; got such a state. Call step.params"):
         jc.state.global_params(step.shapes(sharded.params()))
 
 
-def test_a_line_search_is_told_what_it_lacks():
+def test_line_searches():
     tx = jc.chain(optax.lbfgs(), jc.local_sgd(2, exchange=jc.plump_dp()))
     step, mesh = make("tensor parallel", tx)
     with pytest.raises(ValueError, match=r"must take the loss at most beside gradients; got .*value_fn"):
         step.trace(step.shapes(sharded.params()), spread(mesh, next(sharded.batches(1))))
 
 
-def test_parameters_that_are_sharded_stay_where_they_are_given():
+def test_sharded_parameters_stay():
     tx = jc.chain(LOCAL, METHODS["diloco"])
     mesh = jc.make_mesh(data=2, fsdp=4)
     params_ = jax.device_put(sharded.params(), places(mesh))

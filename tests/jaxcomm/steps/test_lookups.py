@@ -51,7 +51,7 @@ def make(K, tx=None, specs=SPECS, lookups=LOOKUPS, **options):
 
 
 @pytest.mark.parametrize("K", slow_except([2, 4], 2))
-def test_tables_train_as_on_one_device_and_a_bad_step_changes_nothing(K):
+def test_tables_are_one_device(K):
     def whole(params, batch):
         rows = params["words"]["table"][batch["words"]], params["places"][batch["place"]]
         return loss_of(*rows, params["w"], batch["y"])
@@ -81,7 +81,7 @@ def test_tables_train_as_on_one_device_and_a_bad_step_changes_nothing(K):
 
 @pytest.mark.parametrize("way", ["by the step", "by the loss"])
 @pytest.mark.parametrize("outside", [-1, -ROWS, -ROWS - 1, ROWS, 2**31 - 1])
-def test_an_id_outside_of_a_table_is_that_of_plain_indexing(outside, way):
+def test_an_id_outside_the_table(outside, way):
     batch = batch_of(0)
     batch["words"][::2, -1], batch["place"][-1] = outside, max(-10, min(outside, 2**20))
 
@@ -103,7 +103,7 @@ def test_an_id_outside_of_a_table_is_that_of_plain_indexing(outside, way):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), change, right)
 
 
-def test_bytes_are_those_of_ids_vectors_and_changes_and_do_not_grow_with_the_tables():
+def test_bytes():
     """Each of two workers receives half of all ids, vectors and changes (by columns half of D); and 16 bytes more.
 
     In addition, there are the all-reduces of w, of the loss, and of the four counts.
@@ -119,7 +119,7 @@ def test_bytes_are_those_of_ids_vectors_and_changes_and_do_not_grow_with_the_tab
 
 
 @pytest.mark.slow
-def test_a_table_may_be_looked_up_by_the_loss_beside_one_that_the_step_looks_up():
+def test_lookups_by_loss_and_step():
     """Its gradient is then dense, with the same result."""
 
     def loss(params, batch):
@@ -149,12 +149,12 @@ def test_a_table_may_be_looked_up_by_the_loss_beside_one_that_the_step_looks_up(
         optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1)),
     ],
 )
-def test_an_optimizer_that_does_not_add_up_is_refused(after):
+def test_other_optimizers(after):
     with pytest.raises(ValueError, match=r"lookups must be with an optimizer whose update of a row is the sum"):
         make(2, jc.chain(jc.plump_dp(), after)).init(start())
 
 
-def test_decay_before_the_exchange_is_refused():
+def test_decay_before_the_exchange():
     with pytest.raises(ValueError, match=r"lookups must be with an optimizer whose update of a row is the sum"):
         make(2, jc.chain(optax.add_decayed_weights(0.1), jc.plump_dp(), optax.sgd(0.1))).init(start())
 
@@ -168,12 +168,12 @@ def test_decay_before_the_exchange_is_refused():
         ({"specs": None}, "lookups must go with specs="),
     ],
 )
-def test_what_is_no_sharded_table_is_refused(options, message):
+def test_other_tables(options, message):
     with pytest.raises(ValueError, match=message):
         make(2, **options).init(start())
 
 
-def test_a_mesh_that_the_compiler_has_a_part_of_is_refused():
+def test_auto_axes():
     tx, mesh = jc.chain(jc.plump_dp(), optax.sgd(0.1)), jc.make_mesh(data=2, model=2)
     with pytest.raises(ValueError, match=r"lookups must be on a mesh of Auto axes, all of them manual; got auto"):
         jc.make_train_step(loss_fn, tx, mesh, specs=SPECS, auto=("model",), lookups=LOOKUPS)

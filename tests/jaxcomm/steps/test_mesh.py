@@ -9,25 +9,25 @@ from jax.sharding import AxisType
 import jaxcomm as jc
 
 
-def test_axes_are_in_order_of_type_auto_and_on_the_first_devices():
+def test_order_and_type_of_axes():
     mesh = jc.make_mesh(data=2, model=3)
     assert dict(mesh.shape) == {"data": 2, "model": 3}
     assert mesh.axis_types == (AxisType.Auto, AxisType.Auto)
     assert set(mesh.devices.flat) == set(jax.devices()[:6])
 
 
-def test_no_axes_are_refused():
+def test_no_axes():
     with pytest.raises(ValueError, match=r"at least one axis; got none. make_mesh\(data=4\)"):
         jc.make_mesh()
 
 
 @pytest.mark.parametrize("size", [0, -1, 2.0, None, True])
-def test_a_size_below_one_is_refused(size):
+def test_a_size_below_one(size):
     with pytest.raises(ValueError, match=f"at least 1 device; got data={size!r}. Pass a positive integer"):
         jc.make_mesh(data=size)
 
 
-def test_too_few_devices_are_refused_with_the_setting_that_simulates_them():
+def test_too_few_devices():
     with pytest.raises(ValueError, match=r"got 8 for \(data=3, model=4\), which has 12. .*'jax_num_cpu_devices', 12\)"):
         jc.make_mesh(data=3, model=4)
 
@@ -43,7 +43,7 @@ print(os.environ.get("PJRT_NPROC"))
 
 @pytest.mark.slow
 @pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="JAX starts enough threads by itself")
-def test_the_first_to_need_devices_has_threads_started_for_them():
+def test_threads_for_devices():
     environment = {name: value for name, value in os.environ.items() if name not in ("PJRT_NPROC", "XLA_FLAGS")}
     for devices, expected in ((os.cpu_count() + 1, str(max(16, os.cpu_count() + 1))), (1, "None")):
         code = THREADS.format(devices=devices)

@@ -97,7 +97,7 @@ AUX = {
 
 
 @pytest.mark.parametrize("case", AUX)
-def test_what_comes_beside_the_loss(case):
+def test_outputs_beside_the_loss(case):
     wrong, message, right = AUX[case]
     with pytest.raises(ValueError, match=message):
         train(with_aux(wrong), has_aux=True)
@@ -107,7 +107,7 @@ def test_what_comes_beside_the_loss(case):
     assert metrics[name].shape == ()
 
 
-def test_a_flag_that_was_forgotten_or_is_one_too_many():
+def test_flags():
     loss = with_aux(lambda p, b: {"accuracy": accuracy(p, b)})
     with pytest.raises(ValueError, match=r"got a tuple of 2\. Pass has_aux=True"):
         train(loss)
@@ -116,12 +116,12 @@ def test_a_flag_that_was_forgotten_or_is_one_too_many():
     train(loss, has_aux=True)
 
 
-def test_a_vector_is_no_loss():
+def test_a_vector_as_a_loss():
     with pytest.raises(ValueError, match=r"A loss must be a scalar; got shape \(4,\)\. Take its mean"):
         train(lambda p, b: optax.softmax_cross_entropy_with_integer_labels(logits_of(p, b["x"]), b["y"]))
 
 
-def test_a_loss_of_other_arguments():
+def test_other_arguments_of_a_loss():
     with pytest.raises(ValueError, match=r"must take \(params, batch\); got one of \(params, x, y\).*one batch"):
         train(lambda params, x, y: cross_entropy(logits_of(params, x), y))
     with pytest.raises(ValueError, match=r"must take \(params, batch, key\); got one of \(params, batch\)"):
@@ -132,7 +132,7 @@ def test_a_loss_of_other_arguments():
         train(rng=5)
 
 
-def test_two_words_of_a_key_in_a_batch():
+def test_a_key_in_a_batch():
     def loss(params, batch):
         return loss_fn(params, batch) + 0 * jax.random.normal(batch["key"])
 
@@ -142,7 +142,7 @@ def test_two_words_of_a_key_in_a_batch():
     train(loss, batch=BATCH | {"key": jax.random.wrap_key_data(jax.random.PRNGKey(0))})
 
 
-def test_a_state_that_is_none():
+def test_a_state_of_none():
     step, state, _ = train()
     with pytest.raises(ValueError, match=r"must be a jaxcomm.state.TrainState; got tuple\. Make it by step\.init"):
         step(tuple(state), BATCH)
@@ -179,14 +179,14 @@ def test_a_state_of_other_workers():
         local_step(PARAMS, host.opt_state)
 
 
-def test_a_fresh_state_without_its_rows():
+def test_a_state_without_rows():
     tx = chain()
     step = jc.make_train_step(loss_fn, tx, jc.make_mesh(data=K))
     with pytest.raises(ValueError, match=r"got 1 rows for 4\. Make it by step\.init\(params\)"):
         step(jc.state.TrainState(PARAMS, tx.init(PARAMS), jnp.zeros((), jnp.int32)), BATCH)
 
 
-def test_parameters_of_workers_that_train_on_their_own():
+def test_parameters_of_local_workers():
     step, state, _ = train(tx=jc.chain(optax.sgd(0.1), jc.local_sgd(2, exchange=jc.plump_dp())))
     with pytest.raises(TypeError, match=r"rows, one for each worker; got \['w'\]\. The model .*step\.params\(state\)"):
         logits_of(state.params, BATCH["x"])
@@ -196,7 +196,7 @@ def test_parameters_of_workers_that_train_on_their_own():
     assert logits_of(jc.state.global_params(state), BATCH["x"]).shape == (ROWS, CLASSES)
 
 
-def test_parameters_that_are_sharded_already():
+def test_sharded_parameters():
     """They keep their sharding, but are refused if it is over the workers."""
     flat, mesh = jc.make_mesh(data=K), jc.make_mesh(data=2, fsdp=2)
     over_workers = PARAMS | {"w": jax.device_put(PARAMS["w"], NamedSharding(flat, P("data")))}
@@ -215,7 +215,7 @@ def test_parameters_that_are_sharded_already():
 
 
 @pytest.mark.slow
-def test_parameters_that_are_sharded_within_a_worker():
+def test_parameters_sharded_in_a_worker():
     """FSDP: over the axis of the workers, the loss gets shards; over another axis, whole tensors."""
     with pytest.raises(TypeError) as error:
         train(specs={"w": P("data"), "b": P()})
@@ -225,7 +225,7 @@ def test_parameters_that_are_sharded_within_a_worker():
 
 
 @pytest.mark.slow
-def test_a_line_search_in_another_chain():
+def test_a_line_search_elsewhere():
     tx = optax.chain(jc.plump_dp(), optax.lbfgs())
     with pytest.raises(TypeError, match="'value_fn'") as error:
         train(tx=tx)
@@ -244,7 +244,7 @@ def test_an_exchange_in_multi_steps():
 
 
 @pytest.mark.parametrize("wrapper", slow_except(["masked", "partition"], "partition"))
-def test_an_exchange_of_some_parameters(wrapper):
+def test_a_partial_exchange(wrapper):
     labels = {"w": "sent", "b": "frozen"}
     tx = {
         "masked": optax.chain(optax.masked(SPARSE, {"w": True, "b": False}), optax.sgd(0.5)),
@@ -256,7 +256,7 @@ def test_an_exchange_of_some_parameters(wrapper):
     np.testing.assert_array_equal(state.params["b"], PARAMS["b"])
 
 
-def test_integers_among_the_parameters_of_an_exchange():
+def test_integer_parameters():
     params = PARAMS | {"steps": jnp.zeros(3, jnp.int32)}
     with pytest.raises(ValueError, match=r"got int32 at \"\['steps'\]\". Keep others out.*make_train_step leaves"):
         SPARSE.init(params)
@@ -265,7 +265,7 @@ def test_integers_among_the_parameters_of_an_exchange():
 
 
 @pytest.mark.slow
-def test_a_loop_of_steps_is_verified_as_such():
+def test_a_loop_of_steps():
     tx = chain()
     step, state, _ = train(tx=tx, donate=False)
     batches = jax.tree.map(lambda rows: np.stack([rows] * 5), BATCH)
@@ -276,7 +276,7 @@ def test_a_loop_of_steps_is_verified_as_such():
     check(steps=5)
 
 
-def test_threads_for_simulated_devices(monkeypatch):
+def test_threads(monkeypatch):
     monkeypatch.delenv("PJRT_NPROC")
     monkeypatch.setattr(meshes.os, "cpu_count", lambda: 2)
     monkeypatch.setattr(meshes.jax, "__version_info__", (0, 10, 2))
@@ -295,7 +295,7 @@ def test_threads_for_simulated_devices(monkeypatch):
 # A state that a step has taken, and arguments in the wrong place.
 
 
-def test_a_state_that_was_passed_to_a_step_before_is_named_and_the_remedies_work():
+def test_a_donated_state():
     step = jc.make_train_step(loss_fn, chain(), jc.make_mesh(data=K))
     first = step.init(PARAMS)
     best = jax.tree.map(jnp.copy, step.params(first))
@@ -311,7 +311,7 @@ def test_a_state_that_was_passed_to_a_step_before_is_named_and_the_remedies_work
     jax.tree.map(np.testing.assert_array_equal, keeps(state, BATCH)[0], keeps(state, BATCH)[0])
 
 
-def test_parameters_in_the_place_of_a_state_are_refused():
+def test_parameters_as_a_state():
     step = jc.make_train_step(loss_fn, chain(), jc.make_mesh(data=K))
     for call in (step, step.verify, step.report):
         with pytest.raises(
@@ -320,7 +320,7 @@ def test_parameters_in_the_place_of_a_state_are_refused():
             call(PARAMS, BATCH)
 
 
-def test_what_is_no_transformation_is_refused():
+def test_no_transformation():
     with pytest.raises(
         ValueError, match=r"A link of a chain must be a transformation.*got topk\. Call it: topk\(\.\.\.\)"
     ):
@@ -335,14 +335,14 @@ def test_what_is_no_transformation_is_refused():
         jc.wire_report(chain(), PARAMS | {"act": jax.nn.relu}, workers=4)
 
 
-def test_a_rate_may_have_its_unit():
+def test_units_of_a_rate():
     one, two = (jc.planner.estimate(PARAMS, workers=4, rate=rate) for rate in ("100mbit", 1e8))
     assert [prediction.step for prediction in one.predictions] == [prediction.step for prediction in two.predictions]
     with pytest.raises(ValueError, match=r"^rate must be a positive number with its unit; got 'fast'\. Write 100mbit"):
         jc.planner.estimate(PARAMS, workers=4, rate="fast")
 
 
-def test_a_collective_over_an_axis_that_is_not_there_is_told_the_axes():
+def test_an_unknown_axis():
     mesh, tx = jc.make_mesh(data=K), chain()
     step = jc.make_train_step(lambda params, batch: jax.lax.pmean(loss_fn(params, batch), "batch"), tx, mesh)
 
@@ -358,7 +358,7 @@ def test_a_collective_over_an_axis_that_is_not_there_is_told_the_axes():
         assert "its axis must be one of the mesh, ('data',)" in "".join(caught.value.__notes__)
 
 
-def test_hyperparameters_that_are_injected_into_an_exchange_are_told_where_they_may_be():
+def test_injected_hyperparameters():
     with pytest.raises(ValueError, match=r"got Array.*put optax\.inject_hyperparams around the optimizer alone"):
         optax.inject_hyperparams(jc.topk)(sparsity=0.9).init(PARAMS)
     tx = jc.chain(jc.topk(0.9), optax.inject_hyperparams(optax.sgd)(learning_rate=0.1))

@@ -74,7 +74,7 @@ def assert_close(one, two):
 
 
 @pytest.mark.parametrize("place", [on_mesh, simulated])
-def test_workers_agree_with_one_device(place):
+def test_workers_are_one_device(place):
     state, step = place(optax.chain(jc.plump_dp(), optax.sgd(0.1)))
     losses = []
     for batch in batches():
@@ -88,7 +88,7 @@ def test_workers_agree_with_one_device(place):
 
 
 @pytest.mark.parametrize("place", slow_except([on_mesh, eleven], on_mesh))
-def test_a_skipped_step_keeps_the_old_state(place):
+def test_a_skip_keeps_it(place):
     state, step = place(GRADIENTS, donate=False)
     for index, batch in enumerate(batches(44)):
         batch[-1] = np.nan if index == BAD_STEP else batch[-1]
@@ -101,7 +101,7 @@ def test_a_skipped_step_keeps_the_old_state(place):
 
 @pytest.mark.parametrize("place", slow_except([on_mesh, simulated], on_mesh))
 @pytest.mark.parametrize("name", slow_except(LOCAL, "local_sgd"))
-def test_with_local_methods_it_is_the_mean_over_workers_and_a_bad_worker_keeps_the_old(name, place):
+def test_local_methods(name, place):
     state, step = place(LOCAL[name])
     means = [np.zeros(5)] * K
     for index, batch in enumerate(batches()):
@@ -122,7 +122,7 @@ def test_with_local_methods_it_is_the_mean_over_workers_and_a_bad_worker_keeps_t
 @pytest.mark.parametrize(
     "tx", slow_except([GRADIENTS, *LOCAL.values()], GRADIENTS, LOCAL["local_sgd"]), ids=["dct_dp", *LOCAL]
 )
-def test_bytes_are_predicted_and_travel_with_the_losses(tx):
+def test_bytes(tx):
     state, step = on_mesh(tx)
     batch = next(batches())
     predicted = jc.accounting.step_report(step, state, batch, params=PARAMS, workers=K).program
@@ -142,7 +142,7 @@ def test_bytes_are_predicted_and_travel_with_the_losses(tx):
         jc.verify(step, state, batch, tx=tx, params=PARAMS, workers=K, other_bytes=losses - 1)
 
 
-def test_the_state_is_the_same_on_all_workers_and_no_other_leaf_changes():
+def test_all_workers_have_the_same():
     state, _ = on_mesh(GRADIENTS)
     plain = init_state(PARAMS, GRADIENTS, jc.make_mesh(data=K))
     assert plain.model_state == ()
@@ -153,7 +153,7 @@ def test_the_state_is_the_same_on_all_workers_and_no_other_leaf_changes():
 
 
 @pytest.mark.parametrize("workers", slow_except([K, 2], K))
-def test_a_checkpoint_and_another_number_of_workers_keep_it(workers, tmp_path):
+def test_checkpoints_and_resizing(workers, tmp_path):
     state, step = on_mesh(GRADIENTS)
     state, _ = step(state, next(batches()))
     assert_close(jc.resize_workers(state, 3).model_state, state.model_state)
@@ -170,7 +170,7 @@ def test_a_checkpoint_and_another_number_of_workers_keep_it(workers, tmp_path):
     assert int(restored.step) == 2
 
 
-def test_a_donated_state_leaves_the_callers_statistics_alone():
+def test_donation():
     state, step = simulated(GRADIENTS)
     step(state, next(batches()))
     np.testing.assert_array_equal(START["mean"], np.zeros(5))
@@ -178,7 +178,7 @@ def test_a_donated_state_leaves_the_callers_statistics_alone():
 
 
 @pytest.mark.parametrize(("leaf", "dtype"), [(jnp.zeros(3, jnp.int32), "int32"), (jax.random.key(0), r"key<fry>")])
-def test_integers_and_keys_are_refused_with_a_local_method(leaf, dtype):
+def test_integers_with_a_local_method(leaf, dtype):
     with pytest.raises(
         ValueError, match=rf"real floating type, since they .*; got {dtype} at .*'count'.*\. Keep counters and random"
     ):
@@ -195,7 +195,7 @@ def test_integers_and_keys_are_refused_with_a_local_method(leaf, dtype):
     ids=["structure", "shape", "type"],
 )
 @pytest.mark.parametrize("place", [on_mesh, simulated])
-def test_a_new_state_of_another_kind_is_refused(place, change):
+def test_another_kind_of_state(place, change):
     def changed(params, model_state, batch):
         loss, (scalars, new) = loss_fn(params, model_state, batch)
         return loss, (scalars, change(new))
@@ -209,7 +209,7 @@ def test_a_new_state_of_another_kind_is_refused(place, change):
         make(changed, GRADIENTS, workers, has_state=True)(state, next(batches()))
 
 
-def test_a_loss_that_does_not_take_the_state_is_refused():
+def test_a_loss_without_it():
     state, _ = simulated(GRADIENTS)
     with pytest.raises(ValueError, match=r"got a state of 2 arrays for a loss without. Pass has_state=True"):
         jc.simulate(lambda params, batch: jnp.mean(batch @ params["w"]), GRADIENTS, K)(state, next(batches()))
@@ -217,7 +217,7 @@ def test_a_loss_that_does_not_take_the_state_is_refused():
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("workers", ["mesh", "simulated"])
-def test_counters_and_keys_that_are_the_same_on_all_workers_are_kept_and_others_refused(workers, accumulate):
+def test_counters_and_keys(workers, accumulate):
     def loss(params, state, batch):
         new = {"key": jax.random.split(state["key"])[0], "mean": batch.mean(0), "turns": state["turns"] + 1}
         return jnp.mean((batch @ params["w"]) ** 2), ({}, new)

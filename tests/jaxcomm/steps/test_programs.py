@@ -90,7 +90,7 @@ def compilations():
 
 
 @pytest.mark.parametrize("kind", STEPS)
-def test_steps_after_the_first_compile_nothing_and_read_nothing(kind, monkeypatch):
+def test_later_steps_compile_and_read_nothing(kind, monkeypatch):
     step, state = STEPS[kind]()
     state, _ = step(state, BATCH)
     array = type(jnp.zeros(()))
@@ -106,7 +106,7 @@ def test_steps_after_the_first_compile_nothing_and_read_nothing(kind, monkeypatc
     assert jax.tree.all(jax.tree.map(lambda leaf: bool(np.isfinite(leaf).all()), metrics))
 
 
-def test_a_compilation_and_a_read_would_be_seen(monkeypatch):
+def test_the_test_sees_compilations_and_reads(monkeypatch):
     array = jnp.zeros(3)
     with compilations() as names:
         jax.jit(lambda x: x * 3 + 1)(array)
@@ -121,7 +121,7 @@ def test_a_compilation_and_a_read_would_be_seen(monkeypatch):
 
 
 @pytest.mark.parametrize("options", [partial(whole, chain()), sharded, in_stages, scripted])
-def test_options_of_the_compiler_are_xlas(options):
+def test_compiler_options(options):
     step, state = options(compiler_options={"xla_no_such_option": True})
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
         step(state, BATCH)

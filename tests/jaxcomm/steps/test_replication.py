@@ -11,7 +11,7 @@ from jaxcomm.steps.replication import varying_axes
 K = 4
 
 
-def test_what_differs_is_followed_through_loops_and_branches():
+def test_loops_and_branches():
     names = []
 
     def program(local, shared):

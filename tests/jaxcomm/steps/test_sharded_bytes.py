@@ -34,7 +34,7 @@ def wire_of(name, tx, data, model=None):
     return program_of(step.lower(state, batch)), traced.program
 
 
-def test_bytes_of_a_hybrid_step_are_the_layers_and_the_exchange_of_the_rest():
+def test_hybrid_step():
     tx, K = jc.chain(METHODS["quant_dp"], SGD), 4
     compiled, traced = wire_of("split", tx, K)
     assert compiled.received == traced.received
@@ -46,7 +46,7 @@ def test_bytes_of_a_hybrid_step_are_the_layers_and_the_exchange_of_the_rest():
     assert float(traced.received) == by_hand + exchange.received + scalars
 
 
-def test_bytes_of_one_worker_are_rows_errors_and_the_exchange_of_the_rest():
+def test_one_worker():
     tx, K = jc.chain(jc.plump_dp(), SGD), 4
     compiled, traced = wire_of("one worker", tx, K)
     assert compiled.received == traced.received
@@ -74,7 +74,7 @@ def slices_over_model():
         ("unreduced", "plump_dp"),
     ),
 )
-def test_a_gradient_in_slices_is_not_gathered(name, method):
+def test_sliced_gradient(name, method):
     """On 4 x 2 devices, by the number of participants: over the workers, only the shards' exchange is sent; over the
     model axis, only less than the smallest sharded gradient."""
     exchange = METHODS[method]
@@ -94,7 +94,7 @@ def test_a_gradient_in_slices_is_not_gathered(name, method):
         assert compiled.received == traced.received
 
 
-def test_an_exchange_over_the_workers_alone_gathers_the_gradient():
+def test_gradient_over_workers_alone():
     """The region over all axes is there to avoid this, as the same count shows."""
     mesh, tx = jc.make_mesh(data=4, model=2), jc.quant_dp(8)
     kernel = jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=NamedSharding(mesh, P(None, "model")))
@@ -117,7 +117,7 @@ def test_an_exchange_over_the_workers_alone_gathers_the_gradient():
 @pytest.mark.parametrize(
     "name", ["split", "one worker", "tensor parallel", pytest.param("partitioned", marks=pytest.mark.slow), "unreduced"]
 )
-def test_a_step_of_shards_is_verified(name):
+def test_verified_step(name):
     make, loss_fn, specs, mesh = sharded.WAYS[name]
     mesh, tx = mesh(), jc.chain(jc.topk(0.9, dense_below=16), SGD)
     step, batch = make(loss_fn, tx, mesh, specs), next(sharded.batches(1))
@@ -128,7 +128,7 @@ def test_a_step_of_shards_is_verified(name):
     assert 0 < report.program.received <= step.report(state, batch).program.received + surplus
 
 
-def test_a_dense_all_reduce_over_the_workers_is_found_beside_those_of_the_compiler():
+def test_dense_all_reduce_is_found():
     mesh, tx = sharded.auto_mesh(2, 2), jc.chain(jc.topk(0.9, dense_below=16), SGD)
 
     def loss(params, batch):
@@ -139,7 +139,7 @@ def test_a_dense_all_reduce_over_the_workers_is_found_beside_those_of_the_compil
         step.verify(step.shapes(sharded.params()), sharded.on(mesh, batch), other_bytes=20)
 
 
-def test_steps_of_a_scan_are_verified_together():
+def test_scan_of_steps():
     tx, mesh = jc.chain(jc.topk(0.9), SGD), jc.make_mesh(data=2)
     step = jc.make_train_step(sharded.whole, tx, mesh)
     state, batch = step.shapes(sharded.params()), sharded.on(mesh, next(sharded.batches(1)))

@@ -37,7 +37,7 @@ def test_ways_agree_with_compression(method, ways):
 
 
 @pytest.mark.slow
-def test_without_slices_it_is_the_data_parallel_step():
+def test_without_slices():
     tx, mesh = jc.chain(jc.sign(), optax.sgd(0.1, momentum=0.9)), jc.make_mesh(data=4)
     state, expected_state = init_state(sharded.params(), tx, mesh, specs=P()), init_state(sharded.params(), tx, mesh)
     step = sharded.compiled(jc.make_train_step(sharded.whole, tx, mesh, specs=P()), state)

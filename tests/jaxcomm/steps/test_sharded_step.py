@@ -28,7 +28,7 @@ def assert_same_params(name, state, expected):
 
 
 @pytest.mark.parametrize("name", slow_except(["split, one loss", "one worker", "as given", "unreduced"], "unreduced"))
-def test_ten_steps_equal_one_device(name):
+def test_ten_steps(name):
     """Momentum, a schedule and weight decay included: the paper's two tricks are consequences."""
     state, metrics = sharded.trained(name, jc.chain(jc.plump_dp(), SGD), 10)
     assert_same_params(name, state, sharded.trained_on_one_device(SGD, 10))
@@ -37,7 +37,7 @@ def test_ten_steps_equal_one_device(name):
 
 
 @pytest.mark.parametrize("name", slow_except(["split", "tensor parallel", "unreduced"], "tensor parallel"))
-def test_what_comes_after_the_exchange_sees_whole_arrays(name):
+def test_links_see_whole_arrays(name):
     state, _ = sharded.trained(name, jc.chain(jc.plump_dp(), ADAMW), 5)
     expected = sharded.trained_on_one_device(ADAMW, 5)
     assert_same_params(name, state, expected)
@@ -45,7 +45,7 @@ def test_what_comes_after_the_exchange_sees_whole_arrays(name):
     assert np.abs(np.asarray(expected["up"]["kernel"]) - unclipped["up"]["kernel"]).max() > 1e-3
 
 
-def test_a_part_of_the_parameters_may_decay():
+def test_partial_decay():
     """A mask of the parameters' tree, in a transformation after the exchange."""
     mask = jax.tree.map(lambda leaf: leaf.ndim > 1, sharded.params())
     links = jc.chain(optax.add_decayed_weights(0.1, mask=mask), optax.masked(optax.trace(0.9), mask), optax.sgd(0.1))
@@ -55,14 +55,14 @@ def test_a_part_of_the_parameters_may_decay():
     assert trace["up"]["kernel"].sharding.spec == sharded.OVER_WORKERS["up"]["kernel"]
 
 
-def test_weight_decay_before_the_exchange_is_that_of_one_device():
+def test_decay_before_the_exchange():
     decay, sgd = optax.add_decayed_weights(0.1), optax.sgd(0.3, momentum=0.9)
     state, _ = sharded.trained("split", jc.chain(decay, jc.plump_dp(), sgd), 5)
     assert_same_params("split", state, sharded.trained_on_one_device(jc.chain(decay, sgd), 5))
 
 
 @pytest.mark.parametrize("name", slow_except(["split", "unreduced"], "split"))
-def test_a_step_that_is_not_finite_is_skipped_by_all(name):
+def test_bad_steps_are_skipped(name):
     make, loss_fn, specs, mesh = sharded.WAYS[name]
     mesh, tx = mesh(), jc.chain(jc.sign(), SGD)
     state = init_state(sharded.params(), tx, mesh, specs=specs)
@@ -83,7 +83,7 @@ def test_a_step_that_is_not_finite_is_skipped_by_all(name):
 
 
 @pytest.mark.parametrize("name", slow_except(["split", "unreduced"], "split"))
-def test_scalars_and_running_statistics(name):
+def test_scalars_and_statistics(name):
     """A running mean of the rows, and a scalar: means over all workers, kept when a step is skipped."""
     make, loss_fn, specs, mesh = sharded.WAYS[name]
     mesh, tx = mesh(), jc.chain(jc.plump_dp(), optax.sgd(0.1))
@@ -106,7 +106,7 @@ def test_scalars_and_running_statistics(name):
 
 
 @pytest.mark.parametrize("name", ["split", "tensor parallel", "unreduced"])
-def test_the_state_lies_as_the_parameters_do(name):
+def test_places_of_the_state(name):
     _, _, specs, mesh = sharded.WAYS[name]
     mesh, tx = mesh(), jc.chain(jc.powersgd(2), optax.adamw(0.1))
     state = init_state(sharded.params(), tx, mesh, specs=specs)
@@ -125,7 +125,7 @@ def same_place(array, shape):
     return array.sharding.is_equivalent_to(shape.sharding, array.ndim)
 
 
-def test_the_first_parameters_say_where_all_are():
+def test_places_of_first_parameters():
     """The parameters given to `init` or to `shapes`, or in a restored state; bytes are as with specs."""
     tx, mesh = jc.chain(jc.topk(0.5, dense_below=0), optax.adamw(0.1)), jc.make_mesh(data=2, model=2)
     batch = next(sharded.batches(1))
@@ -157,7 +157,7 @@ def by_value():
     # Not lbfgs where axes are Explicit: JAX asks for the sharding of each of its inner products.
     [("split", by_value), ("partitioned", by_value), ("unreduced", by_value), ("tensor parallel", optax.lbfgs)],
 )
-def test_a_line_search_is_that_of_one_device(name, search):
+def test_line_search(name, search):
     """It evaluates and differentiates the mean loss of all rows at the whole parameters."""
     tx = jc.chain(jc.plump_dp(), search())
     make, loss_fn, specs, mesh = sharded.WAYS[name]
@@ -174,7 +174,7 @@ def test_a_line_search_is_that_of_one_device(name, search):
     assert_same_params(name, state, reference[0])
 
 
-def test_a_donated_state_leaves_the_callers_parameters_alone():
+def test_donation():
     """Even if they are on the mesh already, like the state's."""
     tx, mesh, specs = jc.chain(jc.plump_dp(), SGD), jc.make_mesh(data=4), sharded.OVER_WORKERS
     shapes = state_shapes(sharded.params(), tx, mesh, specs).params
@@ -185,7 +185,7 @@ def test_a_donated_state_leaves_the_callers_parameters_alone():
     assert state.params["up"]["kernel"].is_deleted()
 
 
-def test_a_loss_that_differs_along_another_axis_is_refused():
+def test_loss_along_another_axis():
     def parts(params, batch):
         hidden = jnp.tanh(sharded.bottom(params, batch["image"]) @ params["up"]["kernel"])
         return jnp.mean((hidden @ params["down"]["kernel"]) ** 2)
@@ -196,7 +196,7 @@ def test_a_loss_that_differs_along_another_axis_is_refused():
         jc.make_train_step(parts, tx, mesh, specs=sharded.OVER_MODEL).trace(state, next(sharded.batches(1)))
 
 
-def test_a_loss_that_is_not_a_scalar_and_a_lost_model_state_are_refused():
+def test_bad_losses():
     tx, mesh = jc.chain(jc.plump_dp(), SGD), jc.make_mesh(data=2)
     state, batch = state_shapes(sharded.params(), tx, mesh, P()), next(sharded.batches(1))
 
@@ -209,7 +209,7 @@ def test_a_loss_that_is_not_a_scalar_and_a_lost_model_state_are_refused():
         jc.make_train_step(sharded.whole, tx, mesh, specs=P()).trace(state._replace(model_state=jnp.ones(3)), batch)
 
 
-def test_axes_of_the_other_type_are_refused():
+def test_axes_of_another_type():
     tx = jc.chain(jc.plump_dp(), SGD)
     mixture = jax.make_mesh((2, 1), ("data", "model"), (AxisType.Auto, AxisType.Explicit), devices=jax.devices()[:2])
     with pytest.raises(ValueError, match=r"must all be of type Auto, or all of type Explicit; got .*make_mesh"):
@@ -221,7 +221,7 @@ def test_axes_of_the_other_type_are_refused():
         jc.make_train_step(sharded.whole, tx, sharded.auto_mesh(2, 1), auto=("model",))
 
 
-def test_another_state_and_a_batch_that_does_not_divide_are_refused():
+def test_other_states_and_batches():
     tx, mesh = jc.chain(jc.plump_dp(), SGD), jc.make_mesh(data=4)
     step, batch = jc.make_train_step(sharded.split, tx, mesh, specs=sharded.OVER_WORKERS), next(sharded.batches(1))
     with pytest.raises(ValueError, match=r"must be made by the step's init; got an optimizer's state of tuple"):

@@ -62,7 +62,7 @@ def is_rows(node):
     "tx",
     [pytest.param(jc.topk(0.9), id="topk", marks=pytest.mark.slow), pytest.param(jc.powersgd(2), id="powersgd")],
 )
-def test_each_slice_is_exchanged_as_if_it_were_alone(tx):
+def test_slices_are_exchanged_alone(tx):
     """Means, residuals and counts of two steps, against the same transformation on each shard by itself."""
     step, state = exchange_of(tx)
     for seed in (1, 2):
@@ -86,7 +86,7 @@ def test_each_slice_is_exchanged_as_if_it_were_alone(tx):
         np.testing.assert_array_equal(means[name], data[-1][name])
 
 
-def test_rows_of_slices_have_their_specs():
+def test_specs_of_rows():
     _, state = exchange_of(jc.topk(0.9))
     specs = jax.tree.leaves(jc.state_specs(state), is_leaf=lambda node: isinstance(node, P))
     assert {str(P("data")), str(P(("data", "model"))), str(P(("model",))), str(P())} >= set(map(str, specs))
@@ -112,7 +112,7 @@ def test_workers_along_two_axes():
 @pytest.mark.parametrize(
     "where", [("copy", (1, 0, 0)), ("model", (0, 3, 40)), ("whole", (3, 2)), ("whole_too", (0, 5))]
 )
-def test_one_number_that_is_not_finite_skips_everything(where):
+def test_one_bad_number_skips_all(where):
     """In a worker's own gradient, in one shard of one worker, in a reduced one: zeros everywhere, nothing changes."""
     name, place = where
     step, state = exchange_of(jc.sign(dense_below=16))
@@ -130,7 +130,7 @@ def test_one_number_that_is_not_finite_skips_everything(where):
     assert all(np.abs(mean).max() > 0 for mean in jax.tree.leaves(means))
 
 
-def test_a_chain_is_split_at_its_exchange():
+def test_chains_split_at_the_exchange():
     for tx in (
         jc.chain(optax.add_decayed_weights(0.1), jc.plump_dp(), optax.sgd(0.1, momentum=0.9)),
         jc.chain(jc.chain(optax.add_decayed_weights(0.1), jc.chain(jc.plump_dp())), optax.sgd(0.1, 0.9)),
@@ -163,12 +163,12 @@ def test_a_chain_is_split_at_its_exchange():
         (jc.dgc(0.9, momentum=0.9), r"would have none of it; got momentum=0.9"),
     ],
 )
-def test_chains_that_do_not_work_on_slices_are_refused(tx, message):
+def test_chains_that_fail_on_slices(tx, message):
     with pytest.raises(ValueError, match=message):
         plan_shards(tx, jc.make_mesh(data=K, model=M), SPECS, numbers(0), "data")
 
 
-def test_chains_that_look_at_whole_tensors_are_fine_without_slices():
+def test_chains_without_slices():
     tx = jc.chain(optax.clip_by_global_norm(1.0), jc.dgc(0.9, momentum=0.9))
     assert plan_shards(tx, jc.make_mesh(data=K), P(), numbers(0), "data").groups == {(): (True,) * 4}
 
@@ -189,6 +189,6 @@ def test_chains_that_look_at_whole_tensors_are_fine_without_slices():
         ({**SPECS, "whole": P(None, ("data", "model"))}, "data", r"got 6 for 4 .*'whole'.* of shape \(4, 6\)"),
     ],
 )
-def test_specs_that_do_not_fit_are_refused(specs, axis_name, message):
+def test_bad_specs(specs, axis_name, message):
     with pytest.raises(ValueError, match=message):
         plan_shards(jc.plump_dp(), jc.make_mesh(slice=2, data=2, model=2), specs, numbers(0), axis_name)

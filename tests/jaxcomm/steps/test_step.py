@@ -117,7 +117,7 @@ def test_three_ways_agree(name):
 
 
 @pytest.mark.parametrize("name", slow_except(["plump_dp", "dct_dp"], "plump_dp"))
-def test_the_users_own_shard_map_without_check_vma_is_right_too(name):
+def test_without_check_vma(name):
     tx, mesh = optax.chain(METHODS[name], optax.adam(0.01)), jc.make_mesh(data=K)
     metrics, parameters, _ = with_simulate(tx, mesh)
     other_metrics, other_parameters, _ = with_own_shard_map(tx, mesh, check_vma=False)
@@ -127,7 +127,7 @@ def test_the_users_own_shard_map_without_check_vma_is_right_too(name):
 
 
 @pytest.mark.parametrize("name", slow_except(METHODS, "plump_dp"))
-def test_a_skipped_step_leaves_the_optimizer_and_the_residual_alone(name):
+def test_a_skip_changes_nothing(name):
     tx = optax.chain(METHODS[name], optax.adam(0.01))
     state, step = init_state(params(), tx, K), jc.simulate(loss_fn, tx, K, donate=False)
     for i, batch in enumerate(batches()):
@@ -148,7 +148,7 @@ def test_a_skipped_step_leaves_the_optimizer_and_the_residual_alone(name):
     assert int(new.step) == BAD_STEP + 1
 
 
-def test_auxiliary_scalars_are_averaged_over_the_workers():
+def test_auxiliary_scalars():
     def loss_with_aux(params, batch):
         return loss_fn(params, batch), {"largest": jnp.max(batch["x"]), "rows": len(batch["x"])}
 
@@ -165,7 +165,7 @@ def test_auxiliary_scalars_are_averaged_over_the_workers():
 
 
 @pytest.mark.slow
-def test_another_axis_name_works_everywhere():
+def test_another_axis_name():
     tx = optax.chain(jc.dct_dp(0.5, axis_name="workers", drain_every=2), optax.sgd(0.1))
     mesh = jc.make_mesh(workers=2)
     state = init_state(params(), tx, mesh, axis_name="workers")
@@ -178,7 +178,7 @@ def test_another_axis_name_works_everywhere():
 
 
 @pytest.mark.slow
-def test_a_donated_state_leaves_the_callers_parameters_alone():
+def test_donation():
     metric = params()
     for workers, maker in ((2, jc.simulate), (jc.make_mesh(data=2), jc.make_train_step)):
         tx = optax.chain(jc.topk(0.5), optax.sgd(0.1))
@@ -190,7 +190,7 @@ def test_a_donated_state_leaves_the_callers_parameters_alone():
 
 
 @pytest.mark.parametrize("case", [method.CASES[0] for method in (plump_dp, topk, dct_dp)], ids=str)
-def test_the_trap_is_refused_with_the_remedy(case):
+def test_the_trap(case):
     """jax.grad with respect to replicated parameters has already inserted a dense all-reduce."""
     tx, mesh = case.make(), jc.make_mesh(data=2)
     state = init_state(params(), tx, mesh).opt_state
@@ -207,7 +207,7 @@ def test_the_trap_is_refused_with_the_remedy(case):
 
 
 @pytest.mark.parametrize("case", [method.CASES[0] for method in (plump_dp, topk, dct_dp)], ids=str)
-def test_outside_any_axis_the_error_names_the_three_places(case):
+def test_outside_any_axis(case):
     tx = case.make()
     with pytest.raises(ValueError, match="got no axis 'data'") as error:
         tx.update(params(), tx.init(params()))
@@ -217,7 +217,7 @@ def test_outside_any_axis_the_error_names_the_three_places(case):
 
 @pytest.mark.parametrize("maker", [jc.make_train_step, jc.simulate])
 @pytest.mark.parametrize(("rows", "size", "remedy"), [(6, 6, 4), (9, 9, 8), (3, 3, 4), (0, 0, 4)])
-def test_a_batch_that_does_not_divide_is_refused(maker, rows, size, remedy):
+def test_a_batch_that_does_not_divide(maker, rows, size, remedy):
     tx = optax.chain(jc.plump_dp(), optax.sgd(0.1))
     workers = jc.make_mesh(data=4) if maker is jc.make_train_step else 4
     batch = {"x": np.zeros((rows, 300), np.float32), "y": np.zeros((rows, 3), np.float32)}
@@ -229,7 +229,7 @@ def test_a_batch_that_does_not_divide_is_refused(maker, rows, size, remedy):
 
 
 @pytest.mark.parametrize("maker", [jc.make_train_step, jc.simulate])
-def test_scalars_and_a_key_in_a_batch_are_the_same_for_all(maker):
+def test_scalars_and_keys_in_a_batch(maker):
     def loss(params, batch):
         noise = jax.random.normal(batch["key"], ())
         return batch["scale"] * loss_fn(params, batch) + 0 * noise, {"noise": noise, "scale": batch["scale"]}
@@ -244,20 +244,20 @@ def test_scalars_and_a_key_in_a_batch_are_the_same_for_all(maker):
     np.testing.assert_allclose(metrics["noise"], jax.random.normal(jax.random.key(7), ()), rtol=1e-6)
 
 
-def test_a_mesh_without_the_axis_is_refused():
+def test_a_mesh_without_the_axis():
     mesh = jc.make_mesh(workers=2)
     message = r"got 'data' and a mesh with \('workers',\). Make it with make_mesh\(data=...\), or pass axis_name="
     with pytest.raises(ValueError, match=message):
         jc.make_train_step(loss_fn, jc.plump_dp(), mesh)
 
 
-def test_a_second_axis_of_one_device_is_fine():
+def test_a_second_axis_of_one():
     tx, mesh = optax.chain(jc.topk(0.9), optax.sgd(0.1)), jc.make_mesh(data=2, model=1)
     _, metrics = jc.make_train_step(loss_fn, tx, mesh)(init_state(params(), tx, mesh), next(batches()))
     assert int(metrics["sent"]) == 2 * 90
 
 
-def test_a_state_of_other_parameters_is_refused():
+def test_other_parameters():
     tx = optax.chain(jc.topk(0.9), optax.sgd(0.1))
     state = init_state({"b": jnp.zeros(3), "w": jnp.zeros((3000, 3))}, tx, 2)
     state = state._replace(params=params())
@@ -266,7 +266,7 @@ def test_a_state_of_other_parameters_is_refused():
         jc.simulate(loss_fn, tx, 2)(state, next(batches()))
 
 
-def test_a_state_whose_rows_are_not_sharded_is_refused():
+def test_rows_that_are_not_sharded():
     tx, mesh = jc.topk(0.9), jc.make_mesh(data=2)
     state = init_state(params(), tx, 2).opt_state  # two rows, meant for `simulate`
 

@@ -90,7 +90,7 @@ def assert_close(one, two, rtol=2e-5, atol=2e-6):
 
 
 @pytest.mark.parametrize(NAMES, slow_except(SETTINGS, (2, 1, "gpipe", 2, False), (3, 8, "1f1b", 1, True)))
-def test_a_pipeline_is_one_device(size, count, schedule, data, has_state):
+def test_one_device(size, count, schedule, data, has_state):
     """Ten steps with momentum and weight decay: losses, scalars, parameters, and the running means after each."""
     run, state = run_of(size, count, schedule, data, has_state), None
     for batch, (params, means, expected) in zip(batches(10), on_one_device(has_state), strict=True):
@@ -108,7 +108,7 @@ def test_a_pipeline_is_one_device(size, count, schedule, data, has_state):
 
 
 @pytest.mark.parametrize(NAMES, slow_except(SETTINGS, *SETTINGS[::2]))
-def test_every_boundary_is_crossed_once_each_way_for_each_micro_batch(size, count, schedule, data, has_state):
+def test_each_boundary_is_crossed_once(size, count, schedule, data, has_state):
     """In the trace and in compiled text, although activations are recomputed in the backward pass."""
     run = run_of(size, count, schedule, data, has_state)
     traced, compiled = jaxpr_program(run.traced.jaxpr), read_program(run.compiled.as_text())
@@ -132,7 +132,7 @@ def test_every_boundary_is_crossed_once_each_way_for_each_micro_batch(size, coun
     assert compiled.received == traced.received
 
 
-def test_each_device_holds_its_own_stage_alone():
+def test_a_device_holds_one_stage():
     run = run_of(2, 4, "gpipe", 2, True)
     for leaf in jax.tree.leaves((run.start.params, run.start.opt_state, run.start.model_state["stages"])):
         assert leaf.shape[0] == 2
@@ -189,7 +189,7 @@ class MaskedReference:
 
 
 @pytest.mark.slow
-def test_boundaries_of_dct_mp_are_those_of_the_paper():
+def test_boundaries_of_dct_mp():
     run, reference, state = masked_run(), MaskedReference(workers=2, count=2), None
     for batch in batches(3):
         expected = reference.step(batch)
@@ -208,7 +208,7 @@ def test_boundaries_of_dct_mp_are_those_of_the_paper():
     ],
     ids=["dense", "dct_mp", "three stages", "4 bits"],
 )
-def test_both_schedules_make_the_same_steps(size, count, boundaries):
+def test_schedules_agree(size, count, boundaries):
     """Parameters, running means and metrics of three steps, with dropout; a bad step is skipped by both."""
     tx = optax.chain(jc.plump_dp(), OPTIMIZER)
 
@@ -238,7 +238,7 @@ def with_seeds(step, batch):
     return {**batch, "seed": np.arange(ROWS, dtype=np.uint32) + ROWS * step}
 
 
-def test_a_1f1b_step_holds_less_than_gpipe_with_many_micro_batches():
+def test_memory_of_1f1b():
     """What crosses is 1 MB per micro-batch: with 16, 15 fewer are kept, and with twice as many, no more."""
 
     def memory(schedule, count):
@@ -258,7 +258,7 @@ def wide_loss(x, batch):
     return jnp.mean(x**2), {}
 
 
-def test_gradients_pass_by_positions_that_are_written_as_a_mask():
+def test_a_mask_as_an_alternative_gradient():
     """In the scan over micro-batches; if many of 2048 positions are sent, each takes a bit."""
     width, rows = 128, 64
 
@@ -282,7 +282,7 @@ def test_gradients_pass_by_positions_that_are_written_as_a_mask():
     assert program.links() == {(0, 1): values + 4 * 2048 // 8, (1, 0): values}
 
 
-def test_errors_of_a_pipeline():
+def test_bad_pipelines():
     stages, params = [stage_fn(0, 4, False)], [params_of()]
     for arguments, message in (
         (([], loss_fn, []), r"at least one stage; got none. Pass a function for each"),
@@ -302,7 +302,7 @@ def test_errors_of_a_pipeline():
             jc.Pipeline(*arguments)
 
 
-def test_errors_of_a_plan():
+def test_bad_plans():
     (batch,) = batches(1)
     with pytest.raises(ValueError, match=r"multiple of micro_batches; got 16 rows for 3 micro-batches. Use an"):
         make_pipeline(2, micro_batches=3).plan(batch)
@@ -317,7 +317,7 @@ def test_errors_of_a_plan():
 
 
 @pytest.mark.parametrize("axis", ["data", "stage"])
-def test_a_stage_with_a_collective_is_refused_before_and_in_the_step(axis):
+def test_a_collective_in_a_stage(axis):
     """It would be in a branch that some devices do not run; also if it is inside a loop of a stage."""
 
     def stage(params, x, batch):
@@ -340,7 +340,7 @@ def test_a_stage_with_a_collective_is_refused_before_and_in_the_step(axis):
     [lambda new: new[:1], lambda new: [new[0], new[1][:3]], lambda new: [new[0], new[1].astype(jnp.bfloat16)]],
     ids=["structure", "shape", "type"],
 )
-def test_a_new_model_state_of_another_kind_is_refused(change):
+def test_another_kind_of_model_state(change):
     """The stacked model state would be too small for it."""
 
     def changed(params, means, x, batch):
@@ -356,7 +356,7 @@ def test_a_new_model_state_of_another_kind_is_refused(change):
 
 
 @pytest.mark.parametrize("has_state", [False, True])
-def test_shapes_are_those_of_a_state(has_state):
+def test_shapes_of_a_state(has_state):
     run = run_of(2, 4, "gpipe", 2, True) if has_state else run_of(2, 1, "gpipe", 2, False)
     params, means = stages_of(params_of(), CUTS[2]), stages_of(means_of(), CUTS[2])
     shapes = run.step.shapes(params, means) if has_state else run.step.shapes(params)

@@ -30,7 +30,7 @@ def assert_same(one, two):
 
 @hypothesis.settings(max_examples=12)
 @hypothesis.given(specs=stages)
-def test_unstack_is_the_inverse_of_stack(specs):
+def test_unstack_inverts_stack(specs):
     trees = [tree_of(spec, seed) for seed, spec in enumerate(specs)]
     slots = plan_stacked(trees)
 
@@ -55,7 +55,7 @@ def test_unstack_is_the_inverse_of_stack(specs):
 
 @hypothesis.settings(max_examples=12)
 @hypothesis.given(specs=stages)
-def test_little_is_padded_and_nothing_where_all_are_alike(specs):
+def test_padding_is_small(specs):
     """A type's i-th array is as large as the largest of the stages' i-th largest tensors; none could be smaller."""
     trees = [tree_of(spec, 0) for spec in specs]
     slots = plan_stacked(trees)
@@ -72,7 +72,7 @@ def test_little_is_padded_and_nothing_where_all_are_alike(specs):
     assert len(equal.shapes) == len(jax.tree.leaves(trees[0]))
 
 
-def test_shapes_are_kept_where_all_stages_agree_and_flattened_elsewhere():
+def test_equal_shapes_stay():
     slots = plan_stacked(
         [
             {"b": jnp.ones(4), "w": jnp.ones((4, 3))},
@@ -86,7 +86,7 @@ def test_shapes_are_kept_where_all_stages_agree_and_flattened_elsewhere():
     assert (transposes.shapes, transposes.padding) == (((12,),), 0)
 
 
-def test_a_stage_that_has_fewer_tensors_leaves_slots_empty():
+def test_empty_slots():
     slots = plan_stacked([(), {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}, {"w": jnp.ones(5)}])
     assert slots.shapes == ((6,), (3,))
     stack = slots.stack([(), {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}, {"w": jnp.ones(5)}])
@@ -94,19 +94,19 @@ def test_a_stage_that_has_fewer_tensors_leaves_slots_empty():
     np.testing.assert_array_equal(stack[1], [[0] * 3, [1] * 3, [0] * 3])
 
 
-def test_types_do_not_share_a_slot():
+def test_types_have_their_slots():
     slots = plan_stacked([{"a": jnp.ones(6, jnp.bfloat16)}, {"a": jnp.ones(6)}, {"a": jnp.ones(2, jnp.bfloat16)}])
     assert sorted(zip(map(str, slots.dtypes), slots.shapes, strict=True)) == [("bfloat16", (6,)), ("float32", (6,))]
 
 
-def test_shapes_alone_plan_alike_and_a_slot_may_be_traced():
+def test_plans_of_shapes():
     trees = [{"w": jnp.arange(6.0).reshape(2, 3)}, {"w": jnp.arange(4.0)}]
     slots = plan_stacked(trees)
     assert plan_stacked(jax.eval_shape(lambda: trees)) == slots
     assert_same(jax.jit(lambda trees: slots.unstack(slots.stack(trees)))(trees), trees)
 
 
-def test_a_gradient_goes_through_the_slots_and_is_zero_where_nothing_lies():
+def test_gradients_through_slots():
     trees = [{"w": jnp.arange(6.0).reshape(2, 3)}, {"w": jnp.arange(4.0)}]
     slots = plan_stacked(trees)
     (gradient,) = jax.grad(lambda stack: jnp.sum(slots.of_stage(1, stack)["w"] ** 2))(

@@ -142,7 +142,7 @@ def assert_close(one, two, rtol=1e-4, atol=2e-6):
 
 
 @pytest.mark.parametrize("name", slow_except(METHODS, "quant_dp"))
-def test_every_method_exchanges_each_stage_as_data_parallel_workers_do(name):
+def test_stages_are_exchanged_as_models(name):
     """By tensors: as for the whole model. By stages: as for that stage alone, with gradients of the whole model."""
     run, state = run_of(name), None
     reference = (DataParallel if name in BY_TENSOR else StageByStage)(METHODS[name], alike())
@@ -177,7 +177,7 @@ UNLIKE = {
         pytest.param("dct_dp", 200, marks=pytest.mark.slow),
     ],
 )
-def test_a_stage_counts_its_own_elements_where_stages_differ_in_shape(name, dense_below):
+def test_stages_count_their_elements(name, dense_below):
     """Layers of 20 x 8 and 8 x 60 share a slot of 480, and are exchanged as data-parallel workers exchange them."""
     params, tx = params_of([20, 8, 60]), jc.chain(UNLIKE[name](dense_below=dense_below), SGD)
     run, state, reference = make_run(tx, params, square), None, DataParallel(tx, params)
@@ -209,7 +209,7 @@ def test_a_stage_counts_its_own_elements_where_stages_differ_in_shape(name, dens
     ],
     ids=lambda tx: tx.method.name,
 )
-def test_every_method_sends_what_it_claims_where_stages_differ_in_shape(method):
+def test_bytes_where_stages_differ(method):
     params, tx = params_of([20, 8, 60]), jc.chain(method, SGD)
     run, state = make_run(tx, params, square), None
     for batch in batches(3, 20):
@@ -221,7 +221,7 @@ def test_every_method_sends_what_it_claims_where_stages_differ_in_shape(method):
 
 
 @pytest.mark.slow
-def test_each_fragment_of_a_stage_is_proved():
+def test_fragments_are_proved():
     run, (batch,) = run_of("streaming"), batches(1, WIDTH)
     exchange = run.step.verify(run([batch])[0], batch).exchange
     weights, bias = (2 * (K - 1) / K * 4 * n for n in (WIDTH * WIDTH, WIDTH))
@@ -229,7 +229,7 @@ def test_each_fragment_of_a_stage_is_proved():
     assert (exchange.received_in_exchange, exchange.received) == (weights, (weights + bias) / 2)
 
 
-def test_workers_may_lie_along_two_axes():
+def test_workers_along_two_axes():
     tx = optax.chain(jc.hierarchical(jc.plump_dp(axis_name="slice")), SGD)
     run, state = run_of(tx, slice=2, data=2, stage=2), None
     reference = DataParallel(optax.chain(jc.plump_dp(), SGD), alike())
@@ -239,7 +239,7 @@ def test_workers_may_lie_along_two_axes():
     assert_close(run.step.params(state), jax.tree.map(lambda leaf: leaf[0], list(reference.rows)))
 
 
-def test_the_model_of_a_local_method_is_what_all_workers_have_after_an_exchange():
+def test_the_model_of_a_local_method():
     run, state = run_of("local_sgd"), None
     for step, batch in enumerate(batches(2, WIDTH)):
         state, _ = run([batch], state)
@@ -266,7 +266,7 @@ def local_run():
 
 
 @pytest.mark.parametrize("at", slow_except([0, 3], 0))
-def test_with_a_local_method_all_stages_of_a_worker_that_meets_nan_stay_as_they_were(at):
+def test_nan_with_a_local_method(at):
     """Between two exchanges; the other worker goes on, and so does this one with the next batch."""
     run, (first, second, third) = local_run(), batches(3)
     before, _ = run([first, second])
@@ -318,7 +318,7 @@ def assert_same(one, two):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("at", "worker", "bad"), [(0, 1, np.nan), (3, 0, np.inf)])
-def test_one_bad_gradient_in_one_stage_of_one_worker_skips_the_step_for_all(at, worker, bad):
+def test_one_bad_gradient_skips_all(at, worker, bad):
     """Parameters, momentum, residuals, running means stay; the next step is as if nothing had happened."""
     run, steps = whole_run(), batches(3)
     before, _ = run(steps[:2])
@@ -340,7 +340,7 @@ def test_one_bad_gradient_in_one_stage_of_one_worker_skips_the_step_for_all(at, 
         assert np.all(np.any(np.asarray(leaf) != np.asarray(old), axis=tuple(range(1, leaf.ndim))))
 
 
-def test_a_bad_loss_skips_too():
+def test_a_bad_loss_skips_all():
     run, (batch,) = whole_run(), batches(1)
     y = batch["y"].copy()
     y[-1] = np.nan
@@ -350,7 +350,7 @@ def test_a_bad_loss_skips_too():
     assert_same(as_numpy(after.params), as_numpy(run.start.params))
 
 
-def test_a_saved_state_goes_on_bit_for_bit():
+def test_a_saved_state():
     run, steps = whole_run(), batches(4)
     state, _ = run(steps[:2])
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
@@ -361,7 +361,7 @@ def test_a_saved_state_goes_on_bit_for_bit():
     assert_same(rerun_metrics, metrics)
 
 
-def test_another_number_of_workers_goes_on_with_all_that_the_stages_owe():
+def test_another_number_of_workers():
     """The mean of each stage's rows."""
     run, steps = whole_run(), batches(3)
     state, _ = run(steps[:2])
@@ -379,7 +379,7 @@ def test_another_number_of_workers_goes_on_with_all_that_the_stages_owe():
         jc.resize_workers(state, 4)
 
 
-def test_a_step_donates_its_state_and_leaves_the_callers_parameters_alone():
+def test_donation():
     pipeline, tx, mesh = make_pipeline(1), optax.chain(jc.plump_dp(), SGD), jc.make_mesh(data=1, stage=1)
     params = jax.tree.map(jnp.asarray, stages_of(params_of(), CUTS[1]))
     state = jc.make_train_step(pipeline, tx, mesh).init(params)
@@ -414,14 +414,14 @@ def mesh_of(**axes):
         ),
     ],
 )
-def test_errors_of_the_mesh(axes, message):
+def test_bad_meshes(axes, message):
     with pytest.raises(ValueError, match=message):
         jc.make_train_step(make_pipeline(2), PLUMP, mesh_of(**axes))
     with pytest.raises(ValueError, match=message):
         jc.make_train_step(make_pipeline(2), PLUMP, mesh_of(**axes)).init(PARAMS)
 
 
-def test_errors_of_the_chain():
+def test_bad_chains():
     wrong_order = optax.chain(optax.adam(0.1), jc.topk(0.9))
     with pytest.raises(ValueError, match=r"before topk must be replicated; got ScaleByAdamState"):
         jc.make_train_step(make_pipeline(2), wrong_order, mesh_of()).init(PARAMS)
@@ -463,13 +463,13 @@ def test_errors_of_the_chain():
         ),
     ],
 )
-def test_errors_of_a_first_state(options, inputs, message):
+def test_bad_first_states(options, inputs, message):
     inputs = {"params": PARAMS, **inputs}
     with pytest.raises(ValueError, match=message):
         jc.make_train_step(make_pipeline(2, **options), PLUMP, mesh_of()).init(inputs.pop("params"), **inputs)
 
 
-def test_an_integer_in_the_model_state_is_refused():
+def test_an_integer_in_the_model_state():
     counts = [jnp.zeros((), jnp.int32)]
     stage = [lambda params, state, x, batch: (batch["x"], state)]
     pipeline = jc.Pipeline(stage, loss_fn, [()], model_state=counts)
@@ -478,7 +478,7 @@ def test_an_integer_in_the_model_state_is_refused():
 
 
 @pytest.mark.parametrize("rows", [6, 0, 18])
-def test_a_batch_that_does_not_divide_is_refused(rows):
+def test_a_batch_that_does_not_divide(rows):
     pipeline = make_pipeline(2, micro_batches=2)
     state = jax.eval_shape(lambda: jc.make_train_step(pipeline, PLUMP, mesh_of()).init(PARAMS))
     batch = {name: np.zeros((rows, *leaf.shape[1:]), np.float32) for name, leaf in batches(1)[0].items()}
@@ -489,7 +489,7 @@ def test_a_batch_that_does_not_divide_is_refused(rows):
 
 
 @pytest.mark.parametrize("name", ["topk", "powersgd", "local_sgd"])
-def test_a_step_made_anew_takes_the_state_of_another(name):
+def test_a_state_of_another_step(name):
     """As a new process does that resumes a run."""
 
     def make():
@@ -506,7 +506,7 @@ def test_a_step_made_anew_takes_the_state_of_another(name):
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_a_sum_of_a_pipeline_is_that_of_all_rows_and_a_count_is_not_averaged(schedule):
+def test_sums_and_counts(schedule):
     def loss(x, batch):
         value, _ = loss_fn(x, batch)
         return value, {"large": (jnp.abs(x[:, :3] - batch["y"]) > 0.5).sum()}

@@ -20,7 +20,7 @@ TOPK = optax.chain(jc.topk(0.9, dense_below=0), SGD)
 BATCH = batches(1)[0]
 
 
-def test_a_report_in_numbers():
+def test_numbers():
     """Two workers with 16 rows of 32 features in two micro-batches: 4 samples; half, an eighth, or all is sent."""
     stages = [lambda params, x, batch: params * (batch["x"] if x is None else x)] * 4
     boundaries = [jc.dct_mp(0.5), jc.dct_mp(0.875, value_dtype="bfloat16"), jc.dct_mp(0.0)]
@@ -39,7 +39,7 @@ def test_a_report_in_numbers():
     assert report.exchange == jc.wire_report(TOPK, [np.ones(D, np.float32)], K)
 
 
-def test_a_report_in_words_warns_of_a_boundary_that_costs_more_than_none():
+def test_words_about_a_costly_boundary():
     pipeline = make_pipeline(3, boundaries=[jc.dct_mp(0.1), jc.dct_mp(0.0)])
     first, second, tail = str(pipeline.report(TOPK, BATCH, K)).split("\n", 2)
     # 8 samples of 7 and 6 features: of the 7, all are sent, as floor(0.7) = 0 are dropped.
@@ -54,7 +54,7 @@ def test_a_report_in_words_warns_of_a_boundary_that_costs_more_than_none():
     assert first.endswith("so few values are sent at once; use sparsity 0 here")
 
 
-def test_a_report_of_4_bits_in_numbers_is_what_is_compiled():
+def test_numbers_of_4_bits():
     """Two workers with 8 rows of 32 features: 4 tiles of 9 words and 6 of pivots; back, 8 buckets of 7 words."""
     report = prove(boundary=jc.dct_mp(0.0, value_dtype="int4"))
     assert [(boundary.forward, boundary.backward, boundary.dense) for boundary in report.boundaries] == [
@@ -62,7 +62,7 @@ def test_a_report_of_4_bits_in_numbers_is_what_is_compiled():
     ]
 
 
-def test_a_report_of_a_batch_that_does_not_divide_is_refused():
+def test_a_batch_that_does_not_divide():
     batch = {name: rows[:15] for name, rows in BATCH.items()}
     with pytest.raises(ValueError, match=r"rows of a batch must be a multiple of .*; got 15 rows at .* for 2 workers"):
         make_pipeline(2).report(TOPK, batch, K)
@@ -119,7 +119,7 @@ def prove(first=nothing_more, second=nothing_more, outside=None, axes=None, tx=N
     ],
     ids=["topk", "local", "alone"],
 )
-def test_verify_proves_a_pipeline(axes, tx):
+def test_a_pipeline_is_proved(axes, tx):
     report = prove(axes=axes, tx=tx)
     (boundary,) = report.boundaries
     rows = ROWS // axes["data"]
@@ -165,14 +165,14 @@ SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
     ],
     ids=["first", "last", "rarely", "stages", "permute", "boundary", "widened"],
 )
-def test_verify_catches_what_was_tampered_with(tampering, message, monkeypatch):
+def test_tampering_is_caught(tampering, message, monkeypatch):
     """In stages, too: a collective only in their gradients is not seen when stages are traced."""
     monkeypatch.setattr("jaxcomm.steps.pipeline.pipeline.jaxpr_communicates", lambda traced: False)
     with pytest.raises(ValueError, match=message):
         prove(**tampering)
 
 
-def test_verify_catches_stages_that_pass_one_another_by():
+def test_a_stage_that_is_skipped_is_caught():
     """From the first stage to the last of three."""
     pipeline, tx, mesh = make_pipeline(3), optax.chain(jc.plump_dp(), SGD), jc.make_mesh(data=1, stage=3)
     inner = jc.make_train_step(pipeline, tx, mesh)
@@ -189,7 +189,7 @@ def test_verify_catches_stages_that_pass_one_another_by():
         verify_pipeline(step, state, BATCH, pipeline=pipeline, tx=tx, mesh=mesh)
 
 
-def test_a_model_state_counts_among_the_other_bytes():
+def test_bytes_of_a_model_state():
     """Its mean over the workers takes at most 8 bytes per number."""
     pipeline, tx = make_pipeline(2, has_state=True), optax.chain(jc.plump_dp(), SGD)
     params, means = stages_of(params_of(), CUTS[2]), stages_of(means_of(), CUTS[2])
