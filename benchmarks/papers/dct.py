@@ -6,12 +6,12 @@ Source: Gupta et al., "Training Recommender Systems at Scale: Communication-Effi
     python -m benchmarks.papers.dct --table 1 --json docs/data/papers.json
 
 Tables 1 to 3, 6 and 7: the DLRM with the paper's MLPs on generated clicks, by `benchmarks.dct`; compare losses relative
-to the dense run's. "cuts": the same by DCT-MP, with up to 5 cuts. Table 4: the small transformer on Django's messages.
-Table 5: losses from table 1 and the time of a step in stages, by `benchmarks.boundary`. Figures 2 and 5: thresholds
-while the DLRM trains, by `benchmarks.thresholds`, which also measures what theorem 1 assumes ("theorem"). Figure 7:
-losses of the DLRM, and times by `benchmarks.exchange`. "hybrid": a step of workers with stages on hosts, by
-`benchmarks.hybrid_dct`. "why": the setting of table 1 that fails first, on four times as many rows; and table 4's with
-2 workers, where all activations are sent in 4 bits.
+to the dense run's. "cuts": the same by DCT-MP, with up to 5 cuts. "feedback": table 7 without error feedback. Table 4:
+the small transformer on Django's messages. Table 5: losses from table 1 and the time of a step in stages, by
+`benchmarks.boundary`. Figures 2 and 5: thresholds while the DLRM trains, by `benchmarks.thresholds`, which also
+measures what theorem 1 assumes ("theorem"). Figure 7: losses of the DLRM, and times by `benchmarks.exchange`. "hybrid":
+a step of workers with stages on hosts, by `benchmarks.hybrid_dct`. "why": the setting of table 1 that fails first, on
+four times as many rows; and table 4's with 2 workers, where all activations are sent in 4 bits.
 """
 
 import dataclasses
@@ -25,7 +25,9 @@ from benchmarks.papers.common import LONGER
 from benchmarks.papers.dct_figures import figure_2, figure_5, figure_7, theorem
 from benchmarks.papers.dct_settings import (
     CUTS,
+    NO_FEEDBACK,
     SAME,
+    START,
     STEPS,
     SYSTEMS,
     TABLE_4,
@@ -33,6 +35,7 @@ from benchmarks.papers.dct_settings import (
     Config,
     Hybrid,
     percent_of,
+    topk_alone,
     trained,
 )
 from benchmarks.papers.report import Difference, all_hold, print_cause, print_claim
@@ -102,21 +105,9 @@ def cuts(config: Config, records: Records) -> None:
     rows, losses = [], {}
     for stages in CUTS[: 1 if config.smoke else None]:
         for setting in of_three[: 1 if config.smoke else None]:
-            own = trained(config, records, dataclasses.replace(setting, stages=stages))
-            gain = losses[stages, setting.sparsity] = percent_of(own["losses"], dense["losses"])
-            rows.append(
-                {
-                    "workers_of_a_model": stages,
-                    "sparsity": setting.sparsity,
-                    "test_loss": own["test_loss"],
-                    "stdev": own["stdev"],
-                    "over_dense_%": gain.mean,
-                    "standard_error": gain.error,
-                    "test_accuracy": own["accuracy"],
-                    "auc": own["auc"],
-                    "bytes_per_step": own["bytes_per_step"],
-                }
-            )
+            row = trained(config, records, dataclasses.replace(setting, stages=stages))
+            gain = losses[stages, setting.sparsity] = percent_of(row["losses"], dense["losses"])
+            rows.append({"workers_of_a_model": stages, **_over_dense(row, gain)})
     print_table(
         f"DCT-MP with more cuts: the DLRM on generated clicks, {dense['steps']} steps, mean over {config.seeds} seeds",
         rows,
@@ -129,6 +120,34 @@ def cuts(config: Config, records: Records) -> None:
             ours.agrees(theirs, SAME),
             f"{ours}% with {stages} workers of a model (up to {SAME:g}% from the paper's counts as the same)",
         )
+
+
+def _over_dense(record: Record, gain: Difference) -> Record:
+    names = ("sparsity", "test_loss", "stdev", "accuracy", "auc", "bytes_per_step")
+    return {name: record[name] for name in names} | {"over_dense_%": gain.mean, "standard_error": gain.error}
+
+
+def feedback(config: Config, records: Records) -> None:
+    """Trains table 7's settings without error feedback too: "training without error feedback can cause divergence"."""
+    dense, rows = trained(config, records, dct.SETTINGS[0]), []
+    for setting in _settings(config, SYSTEMS["7"]):
+        memory_row = trained(config, records, setting)
+        plain_row = trained(config, records, dataclasses.replace(setting, system=NO_FEEDBACK, scheme=topk_alone))
+        for name, row in (("yes", memory_row), ("no", plain_row)):
+            gain = percent_of(row["losses"], dense["losses"])
+            rows.append({"error_feedback": name, **_over_dense(row, gain)})
+        worse = percent_of(plain_row["losses"], memory_row["losses"])
+        print_claim(
+            f"at {100 * setting.sparsity:g}%, training without error feedback can cause divergence",
+            any(loss is None or not loss < START for loss in plain_row["losses"]),
+            f"losses are {worse}% above those with it, and a run that diverges would end above {START:.3f}, that of "
+            "guessing",
+        )
+    print_table(
+        f"Top-k activation gradients with and without error feedback: the DLRM on generated clicks, {dense['steps']} "
+        f"steps, mean over {config.seeds} seeds",
+        rows,
+    )
 
 
 def why(config: Config, records: Records) -> None:
@@ -342,6 +361,7 @@ _TABLES: dict[str, Callable[[Config, Records], None]] = {table: partial(_losses,
 TABLES = {
     **_TABLES,
     "cuts": cuts,
+    "feedback": feedback,
     "why": why,
     "4": table_4,
     "5": table_5,

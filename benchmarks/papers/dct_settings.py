@@ -8,7 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+import jax
+import jax.numpy as jnp
+
 from benchmarks import dct
+from benchmarks.activation_ablations import topk_gradient
 from benchmarks.papers import common
 from benchmarks.papers.report import Difference
 from configs.experiment import Experiment
@@ -24,6 +28,8 @@ SYSTEMS = {  # by table
     "6": "sketched activations",
     "7": "top-k activation gradients",
 }
+NO_FEEDBACK = "top-k activation gradients without error feedback"
+START = math.log(2)  # the loss of guessing, where training begins
 CUTS = (2, 3, 4, 6)  # workers of a model; the paper has 2 and 3, and 12 splits of its large model
 FIG_2 = (0.75, 0.9, 0.95, 0.99)  # sparsities; the paper's text names only 95%
 DEVIATION = 26.0  # % of the running mean, at most, at 95%
@@ -89,6 +95,11 @@ class Config(common.Config):
     def dlrm(self, **changes: Any) -> Experiment:
         """Returns the twin of the DLRM, with the steps of `benchmarks.dct`."""
         return self.experiment("dlrm_clicks", **({} if self.steps else {"steps": STEPS}) | changes)
+
+
+def topk_alone(x: jax.Array, residual: jax.Array, *more: Any) -> jax.Array:
+    """Does `topk_gradient` without error feedback: what is not sent is forgotten."""
+    return topk_gradient(x, jnp.zeros_like(residual), *more)
 
 
 def trained(config: Config, records: Records, setting: dct.Setting, times_rows: int = 1) -> Record:

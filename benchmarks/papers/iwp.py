@@ -7,10 +7,12 @@ Source: Cheng and Xu, "Bandwidth Reduction using Importance Weighted Pruning on 
 Table I, figures 5 and 6: the small twins of AlexNet and ResNet-50, with heavy-ball momentum, L2, warm-up and local
 clipping, all tensors compressed. Each threshold is tuned until the values that a worker sends have the paper's ratio;
 the ratio of all bytes on the wire, with masks and empty slots, is also shown. Ratios are those after the warm-up.
-"one_ratio" compares both kinds of threshold at the ratio of the fixed one.
+"one_ratio" compares both kinds of threshold at the ratio of the fixed one. "resnet101" trains a twin of the model that
+the paper names without figures.
 
 "why" trains the row of table I that loses most four times as long, with the same threshold; and ResNet-50's twin with
-twice the width, at the paper's largest threshold.
+twice the width, at the paper's largest threshold; and a small network with masks kept for 100 steps, of which a new one
+sends all that has waited, its mean over these steps, or none of it.
 
 "thresholds" tries the paper's four thresholds, with slots for every coordinate; "nodes" does so with 96 simulated
 workers. "staleness" counts how often parameters change, and keeps masks for up to 300 steps. Figures 2 to 4 are made by
@@ -21,21 +23,29 @@ workers. "staleness" counts how often parameters change, and keeps masks for up 
 import dataclasses
 import statistics
 from collections.abc import Sequence
+from typing import Any
 
 from benchmarks.importance import updates
 from benchmarks.papers import common
 from benchmarks.papers.common import last_accuracies
 from benchmarks.papers.iwp_figures import importance_figures, network
 from benchmarks.papers.iwp_settings import (
+    BATCH_101,
+    EVERY_101,
+    FORGOTTEN,
     NODES,
+    RESNET_101,
     ROOM,
     STALE,
     STALE_ALPHA,
+    STALE_SPANS,
     STALE_STEPS,
+    STEPS_101,
     TABLE,
     THRESHOLDS,
     TOLERANCE,
     Config,
+    Discounted,
     Row,
     fixed_row,
     pruning,
@@ -45,6 +55,7 @@ from benchmarks.papers.iwp_settings import (
 from benchmarks.papers.report import Difference, draw, print_cause, print_claim
 from configs.experiment import Architecture, Experiment
 from configs.methods import Iwp, Method, PlumpDp, TernGrad
+from jaxcomm import methods
 from train.records import Record, Records
 from train.seeds import settings_of, train_seeds
 from train.tables import print_table, stdev
@@ -125,6 +136,42 @@ def table_1(config: Config, records: Records) -> None:
     )
 
 
+def resnet_101(config: Config, records: Records) -> None:
+    """Trains a twin of ResNet-101, for which the paper has neither figures nor threshold, with that of ResNet-50's."""
+    row = fixed_row("ResNet-50")
+    tuned = _method_of(config, records, row, config.twin(row.twin))
+    assert isinstance(tuned, Iwp)
+    changes = {"global_batch": BATCH_101, **({} if config.steps else {"steps": STEPS_101})}
+    experiment = config.twin(row.twin, **changes, **({} if config.smoke else {"architecture": RESNET_101}))
+    experiment = dataclasses.replace(experiment, eval_every=min(EVERY_101, experiment.steps))
+    base, rows = last_accuracies(train_seeds(records, experiment, PlumpDp(), config.seeds)), []
+    for method in (PlumpDp(), pruning(experiment, tuned.alpha, density=tuned.density)):
+        runs = train_seeds(records, experiment, method, config.seeds)
+        gain = Difference.of(last_accuracies(runs), base)
+        rows.append(
+            {
+                "method": method.name,
+                "alpha": method.alpha if isinstance(method, Iwp) else None,
+                "parameters": runs[0]["parameters"],
+                "top1": statistics.fmean(last_accuracies(runs)),
+                "stdev": stdev(last_accuracies(runs)),
+                "minus_base": gain.mean,
+                "standard_error": gain.error,
+                **_ratios(method, runs),
+            }
+        )
+    print_table(
+        f"ResNet-101's twin, all its layers and a sixteenth of its width, on {config.dataset}, K={config.workers}, "
+        f"{experiment.steps} steps of {experiment.global_batch} rows, mean over {config.seeds} seeds",
+        rows,
+    )
+    print_claim(
+        "pruning keeps the accuracy of ResNet-101 as of the others (it has no figures)",
+        gain.exceeds(-0.5),
+        f"{gain} points at {rows[-1]['values_ratio']:.1f} times fewer values; up to half a point counts as kept",
+    )
+
+
 def one_ratio(config: Config, records: Records) -> None:
     """Compares layer-wise thresholds, tuned to the ratio of the fixed one, with that: in table I the ratios differ."""
     rows = []
@@ -167,9 +214,10 @@ def one_ratio(config: Config, records: Records) -> None:
 
 
 def why(config: Config, records: Records) -> None:
-    """Varies what two claims that fail here are supposed to depend on: the length of a run, and the network's width."""
+    """Varies what is supposed to be why: a run's length, the network's width, and what has waited for a mask."""
     _why_accuracy(config, records)
     _why_ratio(config, records)
+    _why_stale(config, records)
 
 
 def _why_accuracy(config: Config, records: Records) -> None:
@@ -242,6 +290,46 @@ def _why_ratio(config: Config, records: Records) -> None:
     )
 
 
+def _why_stale(config: Config, records: Records) -> None:
+    """Keeps masks for 100 steps; a new one sends all that has waited, its mean over these steps, or none of it."""
+    experiment, method = _stale(config)
+    brief, lasting = (dataclasses.replace(method, life_span=span) for span in (1, STALE_SPANS[0]))
+    base = [run["accuracy"] for run in _updates(config, records, experiment, brief)]
+    accuracies = {"all that has waited": [run["accuracy"] for run in _updates(config, records, experiment, lasting)]}
+    settings: dict[str, Any] = {
+        attribute.name: getattr(lasting, attribute.name) for attribute in dataclasses.fields(methods.Iwp)
+    }
+    for name, factor in (("its mean over the steps", 1 / lasting.life_span), ("none of it", FORGOTTEN)):
+        discounted: Any = Discounted(**settings, factor=factor)
+        runs = train_seeds(records, experiment, discounted, config.seeds)
+        accuracies[name] = last_accuracies(runs)
+    differences = {name: Difference.of(values, base) for name, values in accuracies.items()}
+    print_table(
+        f"Masks kept for {lasting.life_span} steps: {experiment.name}, K={experiment.workers}, {experiment.steps} "
+        f"steps, {config.seeds} seeds; with a mask for one step {statistics.fmean(base):.1f}%",
+        [
+            {
+                "a_new_mask_sends": name,
+                "top1": statistics.fmean(values),
+                "stdev": stdev(values),
+                "minus_one_step": differences[name].mean,
+                "standard_error": differences[name].error,
+            }
+            for name, values in accuracies.items()
+        ],
+    )
+    print_cause(
+        f"with a mask for {lasting.life_span} steps the model is lost since a new one sends all that has waited",
+        differences,
+        base="a mask for one step",
+    )
+
+
+def _stale(config: Config) -> tuple[Experiment, Iwp]:
+    experiment = config.twin("digits", **({} if config.steps else {"steps": STALE_STEPS}))
+    return experiment, pruning(experiment, STALE_ALPHA, density=min(1.0, ROOM / fixed_row("ResNet-50").ratio))
+
+
 def _widened(experiment: Experiment, times: int) -> Experiment:
     architecture = experiment.architecture
     wider = {"width": times * architecture.options["width"]} if "width" in architecture.options else {}
@@ -284,13 +372,12 @@ def _try_thresholds(config: Config, records: Records, experiment: Experiment, ti
 
 def staleness(config: Config, records: Records) -> None:
     """Counts how often a parameter changes, with a new mask in every step, and with masks for 100 and 300 steps."""
-    experiment = config.twin("digits", **({} if config.steps else {"steps": STALE_STEPS}))
-    fields = {"density": min(1.0, ROOM / fixed_row("ResNet-50").ratio)}
-    spans = (None, 1, 100, 300)[: 2 if config.smoke else None]
+    experiment, pruned = _stale(config)
+    spans = (None, 1, *STALE_SPANS)[: 2 if config.smoke else None]
     runs: dict[int | None, list[Record]] = {}
     rows: list[Record] = []
     for span in spans:
-        method = PlumpDp() if span is None else pruning(experiment, STALE_ALPHA, life_span=span, **fields)
+        method = PlumpDp() if span is None else dataclasses.replace(pruned, life_span=span)
         own = runs[span] = _updates(config, records, experiment, method)
         gain = Difference.of(*([run["accuracy"] for run in runs[key]] for key in (span, None)))
         shares = [_shares_of_counts(run["tensors"]) for run in own]
@@ -329,7 +416,7 @@ def staleness(config: Config, records: Records) -> None:
 
 
 def _updates(config: Config, records: Records, experiment: Experiment, method: Method) -> list[Record]:
-    warm = pruning(experiment, STALE_ALPHA).warmup_steps
+    warm = _stale(config)[1].warmup_steps
     key = {"of": "updates", "about": settings_of(experiment, method), "seeds": config.seeds}
     return records.get(key, lambda: {"runs": updates(experiment, method, config.seeds, warm)})["runs"]
 
@@ -383,6 +470,7 @@ def curves(config: Config, records: Records) -> None:
 TABLES = {
     "1": table_1,
     "one_ratio": one_ratio,
+    "resnet101": resnet_101,
     "why": why,
     "thresholds": thresholds,
     "staleness": staleness,

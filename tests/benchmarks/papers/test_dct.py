@@ -1,7 +1,11 @@
 """Dynamic communication thresholding: the paper's numbers against a second transcription, and verdicts on losses."""
 
 import math
+from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from benchmarks import dct as table
@@ -17,6 +21,7 @@ from benchmarks.papers.dct_settings import (
     percent_of,
     trained,
 )
+from configs.methods import PlumpDp
 from train.data import dataset_info
 from train.records import Records
 
@@ -177,5 +182,139 @@ def test_a_claim_of_the_hybrid_run_is_judged_by_its_direction(monkeypatch, capsy
     dct.hybrid(Config(), Records(None))
     assert [row["time_saved_%"] for row in tables[0]] == [None, pytest.approx(40.0)]
     assert [row["paper_cpu_%"] for row in tables[0]] == [48.7, 91.1]
-    verdicts = [line.rpartition(". That ")[2].partition(":")[0] for line in capsys.readouterr().out.splitlines()]
-    assert verdicts == ["holds here", "holds here", "does NOT hold here"]
+    assert verdicts(capsys) == ["holds here", "holds here", "does NOT hold here"]
+
+
+def table_of(monkeypatch, module):
+    """The tables that a module prints, as lists of rows."""
+    tables = []
+    monkeypatch.setattr(module, "print_table", lambda title, rows: tables.append(rows))
+    return tables
+
+
+def verdicts(capsys):
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("The paper:")]
+    return [line.rpartition(". That ")[2].partition(":")[0] for line in lines]
+
+
+def trainer(losses):
+    """A `train_setting` whose losses depend on the system, the stages and the sparsity."""
+    constants = {"stdev": 0.0, "accuracy": 78.0, "auc": 0.75, "bytes_per_step": 8.0}
+
+    def train(setting, config, dense):
+        of_setting = losses(setting)
+        row = {"test_loss": sum(of_setting) / 2, "losses": of_setting, "sparsity": setting.sparsity}
+        return {**row, "stages": setting.stages, **constants}
+
+    return train
+
+
+def test_more_cuts_are_compared_with_12_splits_by_the_most_cuts(monkeypatch, capsys):
+    """A cut costs 0.1, 2 and 4% at 75, 90 and 95%; the paper's losses change by less than 0.2%."""
+
+    def losses(setting):
+        share = {0.0: 0, 0.75: 0.001, 0.9: 0.02, 0.95: 0.04}[setting.sparsity]
+        return [0.5 * (1 + share * (setting.stages - 1)), 0.4 * (1 + share * (setting.stages - 1))]
+
+    tables = table_of(monkeypatch, dct)
+    monkeypatch.setattr(table, "train_setting", trainer(losses))
+    dct.TABLES["cuts"](Config(seeds=2), Records(None))
+    (rows,) = tables
+    actual = {(row["workers_of_a_model"], row["sparsity"]): row["over_dense_%"] for row in rows}
+    by_hand = {0.75: [0.1, 0.2, 0.3, 0.5], 0.9: [2, 4, 6, 10], 0.95: [4, 8, 12, 20]}
+    expected = {
+        (stages, at): rise for at, rises in by_hand.items() for stages, rise in zip((2, 3, 4, 6), rises, strict=True)
+    }
+    assert actual == {key: pytest.approx(value) for key, value in expected.items()}
+    assert verdicts(capsys) == ["holds here", "does NOT hold here", "does NOT hold here"]
+
+
+def test_without_error_feedback_runs_are_constants_and_diverge_if_they_end_above_guessing(monkeypatch, capsys):
+    def losses(setting):
+        if setting.system == dct_settings.NO_FEEDBACK:
+            assert setting.scheme is dct_settings.topk_alone
+            return {0.5: [0.55, 0.44], 0.75: [0.692, 0.44], 0.9: [0.55, 0.694]}[setting.sparsity]
+        return [0.5, 0.4]
+
+    tables = table_of(monkeypatch, dct)
+    monkeypatch.setattr(table, "train_setting", trainer(losses))
+    dct.TABLES["feedback"](Config(seeds=2), Records(None))
+    (rows,) = tables
+    assert [(row["sparsity"], row["error_feedback"]) for row in rows] == [
+        (sparsity, name) for sparsity in (0.5, 0.75, 0.9) for name in ("yes", "no")
+    ]
+    over = [row["over_dense_%"] for row in rows]
+    assert over == pytest.approx([0, 10, 0, (38.4 + 10) / 2, 0, (10 + 73.5) / 2])
+    assert verdicts(capsys) == ["does NOT hold here", "does NOT hold here", "holds here"]
+
+
+def test_what_is_not_sent_without_error_feedback_is_forgotten():
+    """Of 4 numbers the two largest travel; the constants neither wait nor arrive later."""
+    x, gradient = jnp.zeros((1, 4)), jnp.asarray([[3.0, -1.0, 0.5, -4.0]])
+    residual = jnp.asarray([[0.0, 9.0, 9.0, 0.0]])
+    _, pull = jax.vjp(lambda x, residual: dct_settings.topk_alone(x, residual, 0.5, jnp.uint32(0)), x, residual)
+    back, left = pull(gradient)
+    np.testing.assert_array_equal(back, [[3.0, 0.0, 0.0, -4.0]])
+    assert not left.any()
+
+
+def test_the_theorem_is_measured_as_in_plain_numpy(monkeypatch):
+    """A linear model in two stages: x = a W, loss = mean (x v - y)^2. Two batches of 3 rows, 3 activations, k = 1."""
+    rng = np.random.default_rng(0)
+    a, y = rng.normal(size=(6, 2)).astype(np.float32), rng.normal(size=6).astype(np.float32)
+    W, v = rng.normal(size=(2, 3)).astype(np.float32), rng.normal(size=3).astype(np.float32)
+
+    def apply(graph, params, stats, batch, *x, training):
+        return (batch["a"] @ params[0] if graph == "bottom" else x[0] @ params[1]), stats
+
+    job = SimpleNamespace(model=lambda state: (state, None))
+    stages = [SimpleNamespace(graph=name, params=[place]) for place, name in enumerate(("bottom", "top"))]
+    batches = [{"a": a[i : i + 3], "y": y[i : i + 3]} for i in (0, 3)]
+    loss = SimpleNamespace(loss=lambda output, batch: (jnp.mean((output - batch["y"]) ** 2), {}))
+    fakes = {
+        "models.functional.apply": apply,
+        "models.functional.cut": lambda model, cuts: stages,
+        "train.architectures.make_model": lambda *given: None,
+        "train.data.dataset_info": lambda *given: SimpleNamespace(num_train=6),
+        "train.data.train_batches": lambda *given, **options: iter(batches),
+        "train.tasks.make_task": lambda *given: loss,
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(name, fake)
+    monkeypatch.setattr(thresholds, "ROWS", 3)
+    monkeypatch.setattr(thresholds, "train_all", lambda *given: [(job, SimpleNamespace(state={0: W, 1: v}))])
+    (record,) = thresholds.of_theorem(Config().dlrm(), PlumpDp(), 0.7, 1)
+
+    X = a.astype(np.float64) @ W
+    tau = np.abs(X).max(axis=1)
+
+    def measure(least):
+        sparse = X * (np.abs(X) >= least)
+        slope = 2 * (sparse @ v - y)[:, None] / 6
+        grad_W = a.T @ (slope * v * (np.abs(X) >= least))
+        return sparse.mean(axis=0), np.append((sparse * slope).sum(axis=0), grad_W)
+
+    (x_rows, g_rows), (x_mean, g_mean), (_, g_dense) = (measure(least) for least in (tau[:, None], tau.mean(), 0.0))
+    norm = np.linalg.norm
+    assert record == {
+        "spread": pytest.approx(100 * tau.std() / tau.mean(), rel=1e-4),
+        "activations": pytest.approx(100 * norm(x_mean - x_rows) / norm(x_rows), rel=1e-4),
+        "gradient": pytest.approx(100 * norm(g_mean - g_rows) / norm(g_rows), rel=1e-4),
+        "without": pytest.approx(100 * norm(g_dense - g_rows) / norm(g_rows), rel=1e-4),
+    }
+    assert min(record.values()) > 1  # so that a mean of the wrong rows would show
+
+
+def test_the_theorem_holds_if_all_is_the_same_within_one_percent(monkeypatch, capsys):
+    runs = [
+        {"spread": 30.0, "activations": 0.5, "gradient": 4.0, "without": 60.0},
+        {"spread": 32.0, "activations": 0.7, "gradient": 6.0, "without": 50.0},
+    ]
+    tables = table_of(monkeypatch, dct_figures)
+    monkeypatch.setattr(thresholds, "of_theorem", lambda *given: runs)
+    dct_figures.theorem(Config(seeds=2), Records(None))
+    (rows,) = tables
+    assert [row["sparsity"] for row in rows] == [0.75, 0.9, 0.95]
+    assert (rows[0]["spread_%"], rows[0]["gradient_%"]) == (31.0, 5.0)
+    assert rows[0]["gradient_stdev"] == pytest.approx(math.sqrt(2))
+    assert verdicts(capsys) == ["holds here", "does NOT hold here", "does NOT hold here"] * 3
