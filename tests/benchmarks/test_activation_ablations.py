@@ -33,7 +33,7 @@ def cross(scheme, sparsity, x, residual, gradient, seed=0):
 
 
 @every_scheme
-def test_with_sparsity_0_everything_crosses(name):
+def test_sparsity_0(name):
     x, gradient, residual = np.random.default_rng(0).normal(size=(3, 4, 7)).astype(np.float32)
     output, back, new = cross(SCHEMES[name], 0.0, x, 0 * residual, gradient)
     np.testing.assert_array_equal(output, x)
@@ -43,7 +43,7 @@ def test_with_sparsity_0_everything_crosses(name):
 
 @pytest.mark.parametrize("name", ["back", "image"])
 @hypothesis.given(kind=st.sampled_from(["normal", "heavy", "ties", "zeros", "few"]), seed=seeds)
-def test_topk_of_the_gradient_is_the_papers_and_loses_nothing(name, kind, seed):
+def test_topk_of_the_gradient(name, kind, seed):
     """Three steps, each with the residual of the one before; activations arrive whole."""
     (shape, eta, *_), rng = CROSSINGS[name], np.random.default_rng(seed)
     reference, residual = TopKGradientReference(eta), np.zeros(shape, np.float32)
@@ -60,7 +60,7 @@ def test_topk_of_the_gradient_is_the_papers_and_loses_nothing(name, kind, seed):
 D, SEEDS = 12, 400
 
 
-def test_a_sketch_is_a_projection_of_every_sample_and_returns_the_whole_gradient():
+def test_sketches():
     """The unit vectors become S S^T; another seed has another S."""
     reference, rng = GaussianSketchReference(0.7), np.random.default_rng(0)
     x, gradient = rng.normal(size=(2, D, D)).astype(np.float32)
@@ -76,7 +76,7 @@ def test_a_sketch_is_a_projection_of_every_sample_and_returns_the_whole_gradient
     np.testing.assert_array_equal(back, reference.backward(gradient))
 
 
-def test_a_sketch_is_unbiased():
+def test_unbiased_sketches():
     """(x S S^T)_i has the mean x_i and the variance (|x|^2 + x_i^2) / m.
 
     The mean of N of them is within 5 standard errors for each of 60 numbers (this fails by chance once in 30,000 draws
@@ -93,7 +93,7 @@ def test_a_sketch_is_unbiased():
 
 @pytest.mark.slow
 @every_scheme
-def test_a_run_learns_and_its_bytes_are_those_of_the_formula(name, tmp_path):
+def test_a_run_and_its_bytes(name, tmp_path):
     """Of 24 rows of 16 activations, 4 each are sent: as values, or as values and positions."""
     changes = {"architecture": MLP, "stages": 2, "workers": 1, "boundary": BoundaryFields(0.75), "out": tmp_path}
     experiment = dataclasses.replace(EXPERIMENT, **changes)
@@ -114,7 +114,7 @@ def test_a_run_learns_and_its_bytes_are_those_of_the_formula(name, tmp_path):
 
 @pytest.mark.slow
 @every_scheme
-def test_a_scheme_is_drawn_anew_in_every_step(name, tmp_path):
+def test_fresh_draws(name, tmp_path):
     """With constant parameters, the losses of one batch differ only by the sketches."""
     changes = {"architecture": MLP, "stages": 2, "workers": 1, "boundary": BoundaryFields(0.5), "learning_rate": 0.0}
     experiment = dataclasses.replace(EXPERIMENT, **changes, weight_decay=0.0)

@@ -26,7 +26,7 @@ TABLES = {
 }
 
 
-def test_the_papers_figures_are_the_papers():
+def test_figures_of_the_paper():
     typed = {
         (*system, float(row.split()[0])): [float(word) for word in row.split()[1:]]
         for system, rows in TABLES.items()
@@ -61,7 +61,7 @@ def trained(monkeypatch):
     return settings
 
 
-def test_a_table_goes_on_where_it_was_stopped_and_loses_no_row(trained, tmp_path):
+def test_a_table_goes_on(trained, tmp_path):
     path, all_rows = tmp_path / "table.json", [(s.system, s.stages, s.sparsity) for s in dct.SETTINGS]
 
     def rows():
@@ -77,7 +77,7 @@ def test_a_table_goes_on_where_it_was_stopped_and_loses_no_row(trained, tmp_path
     assert sorted(trained) == sorted(all_rows)  # each once
 
 
-def test_sparsities_choose_settings_of_every_system(trained):
+def test_sparsities(trained):
     dct.main(dct.Config(system="DCT-MP", sparsities=(0.9, 0.98)))
     names = ("DCT-MP", "DCT-DP and DCT-MP")
     assert trained[0] == ("dense", 1, 0.0)
@@ -86,7 +86,7 @@ def test_sparsities_choose_settings_of_every_system(trained):
         dct.main(dct.Config(system="DCT-MP", sparsities=(0.5,)))
 
 
-def test_real_rows_have_the_rate_of_their_experiment():
+def test_rates_of_real_rows():
     clicks, flights = (
         dct.experiment_of(dct.SETTINGS[3], dct.Config(experiment=name))[0] for name in ("dlrm_clicks", "dlrm_flights")
     )
@@ -95,7 +95,7 @@ def test_real_rows_have_the_rate_of_their_experiment():
     assert flights.boundary.sparsity == 0.95
 
 
-def test_a_file_of_other_settings_is_refused(trained, tmp_path):
+def test_other_settings(trained, tmp_path):
     with_rows = tmp_path / "rows.json"
     dct.main(dct.Config(system="DCT-MP", json=with_rows))
     with pytest.raises(ValueError, match=r"where experiment is 'dlrm_clicks' and not 'dlrm_flights'"):
@@ -108,14 +108,14 @@ def test_a_file_of_other_settings_is_refused(trained, tmp_path):
     assert (len(trained), path.read_text()) == (before, text)
 
 
-def test_the_record_of_before_is_one_to_go_on_with(trained, capsys):
+def test_old_records(trained, capsys):
     """The rows in docs/data also contain the paper's numbers; the table takes those of SETTINGS."""
     dct.main(dct.Config(seeds=5, json=DATA))
     assert not trained
     assert "22/22 top-k activation gradients 2 0.9" in capsys.readouterr().out
 
 
-def test_the_table_has_both_columns_with_the_papers_beside_them(trained, capsys):
+def test_columns_of_the_paper(trained, capsys):
     dct.main(dct.Config(system="DCT-DP"))
     lines = capsys.readouterr().out.splitlines()
     (head,) = [line for line in lines if "paper_train_accuracy" in line]
@@ -134,7 +134,7 @@ def test_the_table_has_both_columns_with_the_papers_beside_them(trained, capsys)
     assert "embeddings too" in lines
 
 
-def test_train_figures_are_means_over_the_last_steps():
+def test_means_of_last_steps():
     curve = dct.TrainCurve()
     for step in range(1, 151):
         curve.update(step, float(step), 1.0 if step > 75 else 0.0, 0.0)
@@ -144,7 +144,7 @@ def test_train_figures_are_means_over_the_last_steps():
     assert short.means() == (2.0, 0.5)
 
 
-def test_a_record_has_the_train_figures_of_its_own_runs(monkeypatch):
+def test_figures_of_a_record(monkeypatch):
     """Means over the seeds; the training reports 0.1, 0.2, ... in its steps, and scores of a test split."""
 
     def train(experiment, method, processes, progress, job):
@@ -161,7 +161,7 @@ def test_a_record_has_the_train_figures_of_its_own_runs(monkeypatch):
     assert (record["test_loss"], record["accuracy"]) == (0.25, 87.5)
 
 
-def test_what_the_embeddings_cost_is_computed():
+def test_costs_of_embeddings():
     """To 0.1%: the paper's fraction of Criteo's 33.8M rows of 16, at a little more than three bytes a number."""
     numbers = [int(word.replace(",", "")) for word in re.findall(r"\d[\d,]*\d", dct.embeddings_note())]
     total, rows, dense = numbers

@@ -15,7 +15,7 @@ def delay(*argv):
 
 
 @pytest.mark.slow
-def test_two_hosts_send_what_is_predicted(tmp_path):
+def test_two_hosts(tmp_path):
     path = tmp_path / "table.json"
     process = delay("--methods", "plump_dp topk(0.99)", "--steps", "1", "--json", str(path))
     assert process.returncode == 0, process.stderr

@@ -15,7 +15,7 @@ from jaxcomm.layers import split_dense
 from tests.jaxcomm.layers.test_split_dense import PLACES, SPLITS, B, K, M, N, numbers, on_mesh
 
 
-def test_a_row_of_the_plan_costs_what_the_plan_says():
+def test_costs_of_the_plan():
     """For a few layers with the plan's own specs, the traced bytes of the whole step are the plan's sum."""
     widths, batch = (24, 8, 16, 4), 8
     plan = plan_split_dense(widths, batch, K)
@@ -35,7 +35,7 @@ def test_a_row_of_the_plan_costs_what_the_plan_says():
 
 
 @pytest.mark.parametrize(("widths", "workers"), [((24, 8, 16, 4), 4), ((9216, 4096, 4096, 1000), 8), ((8, 10), 4)])
-def test_no_other_way_is_cheaper_than_the_plan(widths, workers):
+def test_the_plan_is_cheapest(widths, workers):
     """All combinations of splits and places, counted independently."""
     batch = 16
     cheapest = np.inf
@@ -56,7 +56,7 @@ def test_no_other_way_is_cheaper_than_the_plan(widths, workers):
     assert plan_split_dense(widths, batch, workers).received == pytest.approx(cheapest)
 
 
-def test_a_plan_says_how_each_layer_is_split():
+def test_splits():
     plan = plan_split_dense((9216, 4096, 4096, 1000), 256, 8)
     assert [layer.by for layer in plan.layers] == ["inputs", "outputs", "inputs"]
     assert "9216 x 4096, split by inputs: rows to rows, 9,404,416 bytes" in str(plan)
@@ -97,7 +97,7 @@ def test_one_worker_computes_for_all(workers):
     np.testing.assert_allclose(x, errors, rtol=1e-4, atol=1e-6)
 
 
-def test_others_send_rows_get_errors_and_do_not_compute():
+def test_others_send_rows():
     """Rows and labels go to worker 0, the rows' errors come back; products are in one branch of a conditional."""
     function, args, _ = one_worker_step(K)
     text = function.lower(*args).compile().as_text()
@@ -123,12 +123,12 @@ def test_others_send_rows_get_errors_and_do_not_compute():
         (((13, 9), 8, 4), r"got widths \(13, 9\) for 4 workers. Pad them"),
     ],
 )
-def test_plans_that_cannot_be_are_refused(arguments, message):
+def test_bad_plans(arguments, message):
     with pytest.raises(ValueError, match=message):
         plan_split_dense(*arguments)
 
 
-def test_parameters_of_one_worker_have_a_row_for_each():
+def test_rows_of_one_worker():
     def worker(params, x):
         return on_one_worker(lambda params, x: jnp.sum(x @ params), params, x)
 

@@ -29,7 +29,7 @@ def counts_of_the_collective(regions, masks, seed):
 
 
 @pytest.mark.slow
-def test_the_masks_are_those_that_dgc_sends_and_the_counts_those_of_its_ring(monkeypatch):
+def test_masks_of_dgc(monkeypatch):
     K, ratio, after = 4, 0.01, []
     simulate = jc.simulate
 
@@ -66,7 +66,7 @@ def test_the_masks_are_those_that_dgc_sends_and_the_counts_those_of_its_ring(mon
 
 
 @pytest.mark.slow
-def test_the_counts_are_those_of_the_ring_of_eight_workers():
+def test_eight_workers():
     regions = regions_of(8, 0.002)
     rng = np.random.default_rng(0)
     masks = rng.integers(0, 2**32, (8, 8, regions.layout.n_words), np.uint32)
@@ -84,7 +84,7 @@ def test_counts_by_hand():
 
 
 @pytest.mark.slow
-def test_the_command_shows_that_a_ring_gets_denser_and_a_shared_mask_does_not(tmp_path, capsys):
+def test_the_command(tmp_path, capsys):
     figure, path = tmp_path / "figures" / "density.png", tmp_path / "density.json"
     main(Config("2,4", "0.01", "1,2", steps=2, samples=1, figure=figure, json=path))
     assert figure.read_bytes().startswith(b"\x89PNG")

@@ -12,7 +12,7 @@ SMALL = (3,) * 26
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
-def test_the_step_at_criteos_size_sends_what_is_predicted(way):
+def test_criteos_size(way):
     """Apart from the tables: the payload of the dense layers and some scalars, equally many bytes for every way."""
     record = measure(way, 4, 128, TABLE_SIZES)
     assert record["received_compiled"] == record["received_predicted"]
@@ -24,7 +24,7 @@ def test_the_step_at_criteos_size_sends_what_is_predicted(way):
     assert record["arguments_mb"] == pytest.approx(table / (4 if way in ("columns", "rows") else 1), rel=0.01)
 
 
-def test_the_papers_batch_moves_less_than_its_dense_layers():
+def test_the_papers_batch():
     """By hand: with 4 workers, three quarters of 128 * 26 ids with 16 numbers each of 4 bytes."""
     assert tables_received("late", 4, 128, TABLE_SIZES) == 0.75 * 128 * 26 * 17 * 4
     assert tables_received("columns", 4, 128, TABLE_SIZES) == 0.75 * 128 * 26 * (1 + 8) * 4
@@ -33,7 +33,7 @@ def test_the_papers_batch_moves_less_than_its_dense_layers():
 
 
 @pytest.mark.slow
-def test_the_table_is_printed_and_written(tmp_path, capsys):
+def test_the_table(tmp_path, capsys):
     path = tmp_path / "table.json"
     compare(Config(batch=6, json=path), [3], SMALL)
     records = json.loads(path.read_text())

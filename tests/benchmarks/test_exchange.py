@@ -29,7 +29,7 @@ def exchange(*argv, timeout=120):
 
 
 @pytest.mark.slow
-def test_two_hosts_send_what_is_predicted(tmp_path):
+def test_two_hosts(tmp_path):
     path = tmp_path / "table.json"
     names = ["plump_dp", "topk", "dct_dp", "naive", "slim_dp"]
     options = ("--method", ",".join(names), "--steps", "1", "--json", str(path))
@@ -55,7 +55,7 @@ def test_two_hosts_send_what_is_predicted(tmp_path):
         assert dense["bytes_kernel"] is None
 
 
-def test_timed_steps_are_usual_ones():
+def test_timed_steps_are_usual():
     """The first steps refresh thresholds often."""
     tx, ones = jc.dct_dp(0.9), [jnp.arange(2000.0)]
     update = jax.jit(without_wire(tx.update, 2))
@@ -68,7 +68,7 @@ def test_timed_steps_are_usual_ones():
     assert np.all(early.memory.threshold.rows != first.memory.threshold.rows)
 
 
-def test_rounds_give_medians_and_ratios_within_rounds():
+def test_medians_and_ratios():
     def record(method, ms, ratio):
         return Record(method, 2, "none", ms, ms - 1, ms + 1, None, 8.0, 8.0, 1.0, 1.0, 1.0, None, 1.0, ratio)
 

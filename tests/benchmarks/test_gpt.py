@@ -40,7 +40,7 @@ def rows_of(out):
     return {row[0]: dict(zip(rows[0], row, strict=True)) for row in rows[1:]}
 
 
-def test_every_method_is_trained_once_and_compared_by_seed(trained, tmp_path, capsys):
+def test_every_method_by_seed(trained, tmp_path, capsys):
     config = Config(**vars(SMALL) | {"json": tmp_path / "gpt.json", "figure": tmp_path / "gpt.png"})
     gpt.main(config)
     assert [run[:2] for run in trained] == [(method, seed) for method in METHODS.values() for seed in (0, 1)]
@@ -57,13 +57,13 @@ def test_every_method_is_trained_once_and_compared_by_seed(trained, tmp_path, ca
     assert matplotlib.image.imread(config.figure).std() > 0.05
 
 
-def test_chosen_methods_are_compared_with_dense(trained, capsys):
+def test_choice_of_methods(trained, capsys):
     gpt.main(Config(**vars(SMALL) | {"methods": "powersgd,topk"}))
     assert [run[0] for run in trained[::2]] == [METHODS[name] for name in ("dense", "powersgd", "topk")]
     assert list(rows_of(capsys.readouterr().out)) == ["dense", "powersgd", "topk"]
 
 
-def test_times_of_the_same_model_make_seconds(trained, tmp_path, capsys, monkeypatch):
+def test_seconds(trained, tmp_path, capsys, monkeypatch):
     """For 4 steps, timed on as many hosts as there are workers."""
     path, ran = tmp_path / "gpt.json", []
 
@@ -98,7 +98,7 @@ def test_times_of_the_same_model_make_seconds(trained, tmp_path, capsys, monkeyp
 
 
 @pytest.mark.parametrize("stages", [2, 3])
-def test_stages_compare_boundaries_of_one_worker(stages):
+def test_boundaries_of_stages(stages):
     config = Config(**vars(SMALL) | {"stages": stages, "micro_batches": 2})
     runs = {name: gpt.experiment_of(config, name) for name in gpt.compared(config)}
     assert {(run.workers, run.stages, run.micro_batches) for run in runs.values()} == {(1, stages, 2)}
@@ -111,7 +111,7 @@ def test_stages_compare_boundaries_of_one_worker(stages):
 
 
 @pytest.mark.slow
-def test_a_small_model_in_stages_is_timed_and_trained(tmp_path):
+def test_stages(tmp_path):
     sizes = "--experiment gpt_stdlib --layers 1 --width 8 --steps 4 --evaluations 2 --batch 4 --stages 2 --seeds 1"
     options = ["--rate", "none", "--timed-steps", "2", "--json", str(tmp_path / "gpt.json")]
     command = [sys.executable, "-m", "benchmarks.gpt", *sizes.split(), *options]
@@ -125,7 +125,7 @@ def test_a_small_model_in_stages_is_timed_and_trained(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_small_model_is_trained_and_timed(tmp_path):
+def test_a_small_model(tmp_path):
     sizes = "--experiment gpt_stdlib --layers 1 --width 8 --steps 4 --evaluations 2 --batch 4 --workers 2 --seeds 1"
     path = tmp_path / "gpt.json"
     command = [sys.executable, "-m", "benchmarks.gpt", *sizes.split(), "--json", str(path)]

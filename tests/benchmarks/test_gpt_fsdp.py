@@ -21,7 +21,7 @@ def loss_fn(params, batch):
 
 
 @pytest.mark.parametrize(("bits", "tolerance"), [(32, 1e-6), (8, 0.01), (4, 0.1)])
-def test_a_sharded_step_is_that_of_one_device(bits, tolerance):
+def test_sharded_step(bits, tolerance):
     rng = np.random.default_rng(0)
     params = {"in": rng.normal(size=(8, 16)).astype(np.float32), "out": rng.normal(size=(16, 4)).astype(np.float32)}
     batch = {"x": rng.normal(size=(16, 8)).astype(np.float32), "y": rng.normal(size=(16, 4)).astype(np.float32)}
@@ -40,7 +40,7 @@ def test_a_sharded_step_is_that_of_one_device(bits, tolerance):
 
 
 @pytest.mark.slow
-def test_the_run_of_32_bits_is_the_trainers(tmp_path):
+def test_run_of_32_bits(tmp_path):
     records = Records(tmp_path / "runs.json")
     experiment = gpt.experiment_of(gpt.Config(evaluations=1, **vars(SMALL) | {"json": None}))
     runs = {bits: gpt_fsdp.train(records, experiment, bits, 0) for bits in (32, 4)}

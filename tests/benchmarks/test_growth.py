@@ -25,7 +25,7 @@ def test_laws_by_hand():
 
 
 @pytest.mark.slow
-def test_a_file_is_filled_and_not_measured_again(tmp_path, capsys, monkeypatch):
+def test_a_file_is_filled(tmp_path, capsys, monkeypatch):
     path, figure = tmp_path / "growth.json", tmp_path / "growth.png"
     fields = {"sizes": "1000,3e14", "hosts": "2", "density": "0.01,0.1", "size": 1e3, "rate": "none", "steps": 1}
     config = Config(**fields, method="plump_dp,topk", json=path, figure=figure)

@@ -16,7 +16,7 @@ SMALL = 63  # the smallest image that AlexNet takes: the dense layers and the gr
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_predicted_bytes_are_those_of_the_traced_step(layout):
+def test_predicted_bytes(layout):
     K, batch = 2, 8
     step, state = step_of(layout, jc.make_mesh(data=K), batch, SMALL)
     rows = {
@@ -27,21 +27,21 @@ def test_predicted_bytes_are_those_of_the_traced_step(layout):
     assert traced.received == pytest.approx(predicted(layout, K, batch), rel=1e-12)
 
 
-def test_alexnet_has_the_size_that_is_claimed():
+def test_size_of_alexnet():
     shapes, _ = parameters(224)
     assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == 61_100_840
     assert hybrid.widths(shapes) == (hybrid.FEATURES, 4096, 4096, 1000)
 
 
 @pytest.mark.parametrize("layout", PAPER)
-def test_the_papers_numbers_come_out(layout):
+def test_numbers_of_the_paper(layout):
     """To their rounding: one MiB."""
     for K, mib in PAPER[layout].items():
         assert formula(layout, K, 256) == pytest.approx(mib, abs=1.0)
 
 
 @pytest.mark.slow
-def test_one_layout_compiles_and_is_written(tmp_path, monkeypatch, capsys):
+def test_one_layout(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(hybrid, "LAYOUTS", ("hybrid, slices",))
     path = tmp_path / "table.json"
     compare(Config(batch=4, image=SMALL, json=path), [2])
@@ -52,7 +52,7 @@ def test_one_layout_compiles_and_is_written(tmp_path, monkeypatch, capsys):
     assert "AlexNet, 4 rows a step" in capsys.readouterr().out
 
 
-def test_images_are_enlarged_by_their_nearest_pixels():
+def test_enlarged_images():
     small = np.arange(8, dtype=np.float32).reshape(2, 2, 2, 1)
     large = enlarged(small, 5)
     assert large.shape == (2, 5, 5, 3)
@@ -60,7 +60,7 @@ def test_images_are_enlarged_by_their_nearest_pixels():
     assert enlarged(np.ones((1, 4, 4, 3), np.float32), 8).shape == (1, 8, 8, 3)
 
 
-def test_a_step_is_compared_with_one_host_and_with_data_parallel_on_as_many():
+def test_comparison():
     def timed(layout, devices, data, ms):
         return Record(layout, devices, data, 8, 63, "none", ms, ms, ms, None, 0.0, 0.0)
 

@@ -25,7 +25,7 @@ def record(mode, ms, received=100.0, hosts=2, rate="10gbit", batch=256):
     return Record(hosts, rate, batch, mode, ms, ms, ms, ms / 2, 1000.0, received, received, 0.1)
 
 
-def test_layers_are_read_and_alexnets_are_the_papers():
+def test_layers():
     layers = parse_layers(late_multiply.ALEXNET)
     assert layers == [(9216, 4096), (4096, 4096), (4096, 1000)]
     assert int(equal_batch(layers[0])) == 5671
@@ -35,7 +35,7 @@ def test_layers_are_read_and_alexnets_are_the_papers():
 @pytest.mark.parametrize(
     ("edge", "step", "start"), [(109.7, 2, 109.7), (109.7, 4, 1.0), (1, 4, 50.0), (5671.4, 8, 9e4)]
 )
-def test_bisection_ends_around_the_edge_wherever_it_starts(edge, step, start):
+def test_bisection(edge, step, start):
     sizes = []
 
     def is_cheaper(batch):
@@ -50,7 +50,7 @@ def test_bisection_ends_around_the_edge_wherever_it_starts(edge, step, start):
 
 
 @pytest.mark.parametrize("mode", late_multiply.MODES)
-def test_what_is_timed_is_the_mean_gradient(mode):
+def test_mean_gradient(mode):
     layers, mesh = [(5, 4), (4, 3)], jc.make_mesh(data=2)
     rng = np.random.default_rng(0)
     rows = [rng.normal(size=(6, width)).astype(np.float32) for shape in layers for width in shape]
@@ -61,12 +61,12 @@ def test_what_is_timed_is_the_mean_gradient(mode):
 
 
 @pytest.mark.parametrize(("layer", "workers"), [((30, 5), 4)])
-def test_compiled_bytes_are_equal_at_the_papers_batch(layer, workers):
+def test_compiled_bytes(layer, workers):
     crossover = late_multiply.bytes_crossover(layer, jc.make_mesh(data=workers))
     assert crossover == pytest.approx(2 * layer[0] * layer[1] / sum(layer), rel=1e-6)
 
 
-def test_the_crossing_is_where_the_quotient_rises_through_one():
+def test_crossing():
     assert crossing([(10, 0.5), (20, 1.0), (40, 2.0)]) == pytest.approx(20)
     assert crossing([(10, 0.5), (40, 2.0)]) == pytest.approx(20)
     assert crossing([(10, 0.25), (40, 2.0)]) == pytest.approx(10 * 4 ** (2 / 3))
@@ -75,7 +75,7 @@ def test_the_crossing_is_where_the_quotient_rises_through_one():
     assert crossing([(10, 2.0), (20, 0.5), (80, 2.0)]) == pytest.approx(40)
 
 
-def test_modes_are_compared_at_the_same_place_and_with_the_paper_where_it_measured():
+def test_comparison():
     places = [{}, {"hosts": 4}, {"rate": "1gbit"}, {"batch": 512}]
     rows = [
         record(mode, ms, received, **place)
@@ -93,20 +93,20 @@ def test_modes_are_compared_at_the_same_place_and_with_the_paper_where_it_measur
     assert fresh[1].times_fewer_bytes is None
 
 
-def test_bytes_are_averaged_over_hosts_whose_interfaces_are_their_own():
+def test_mean_bytes_of_hosts():
     hosts = [[record("late", 2.0)], [dataclasses.replace(record("late", 3.0), bytes_kernel=3000.0)]]
     assert [(row.ms_median, row.bytes_kernel) for row in merge_records(hosts, isolated=True)] == [(2.0, 2000.0)]
     assert merge_records(hosts, isolated=False)[0].bytes_kernel is None
 
 
-def test_what_is_run_by_default():
+def test_defaults():
     layers, counts, rates = check(Config())
     assert (layers, counts, rates) == (parse_layers(late_multiply.ALEXNET), [2, 4], ["1gbit", "10gbit"])
     assert check(Config(crossover=True))[0] == parse_layers(late_multiply.SMALL)
 
 
 @pytest.mark.slow
-def test_two_hosts_send_what_is_predicted(tmp_path):
+def test_two_hosts(tmp_path):
     path = tmp_path / "table.json"
     argv = ["--layers", "64x48,48x8", "--batch", "8", "--hosts", "2", "--rate", "none", "--steps", "1"]
     process = subprocess.run(

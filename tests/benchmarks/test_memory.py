@@ -8,7 +8,7 @@ from benchmarks.memory import Config, main
 
 
 @pytest.mark.slow
-def test_a_device_holds_its_part(tmp_path):
+def test_parts_of_devices(tmp_path):
     main(Config(layers=1, width=64, stages=2, micro_batches=(4, 16), json=tmp_path / "table.json"))
     records = json.loads((tmp_path / "table.json").read_text())
     assert len(records) == 12 + 4

@@ -74,7 +74,7 @@ FUSIONS = """
         ("f32[64]{0} call(%r), to_apply=%rare", 1024),
     ],
 )
-def test_an_instruction_moves_what_it_reads_and_writes(instruction, expected):
+def test_instructions(instruction, expected):
     text = f"""HloModule jit_step
 {FUSIONS}
 ENTRY %main (p: f32[1024], q: f32[1024], r: f32[64]) -> f32[1024] {{
@@ -91,7 +91,7 @@ ENTRY %main (p: f32[1024], q: f32[1024], r: f32[64]) -> f32[1024] {{
     assert read_memory_traffic(text) == expected
 
 
-def test_a_compiled_program_moves_its_arrays():
+def test_programs():
     """One loop that reads two arrays and writes one."""
     n = 1 << 14
     one = jax.ShapeDtypeStruct((n,), np.float32)

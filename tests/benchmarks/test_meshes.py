@@ -53,15 +53,15 @@ def losses_on(model, mesh):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "mesh"), CASES)
-def test_ten_steps_are_those_of_one_device(model, mesh):
+def test_ten_steps(model, mesh):
     expected = losses_on(model, "1 device")
     assert len(set(expected)) == STEPS  # it trains
     np.testing.assert_allclose(losses_on(model, mesh), expected, rtol=2e-5)
 
 
-def test_a_model_without_layers_to_split_has_no_hybrid():
+def test_no_hybrid_without_layers():
     assert losses_on("resnet", "hybrid 2") is None
 
 
-def test_the_twins_are_experiments():
+def test_twins_are_experiments():
     assert set(TWINS) <= set(CONFIGS)

@@ -11,7 +11,7 @@ from tests.reference.topk import TopKReference
 
 
 @pytest.mark.parametrize(("sparsity", "shapes"), [(0.9, [(1000,)]), (0.75, [(10, 20), (7,), (3, 3, 5)])])
-def test_naive_topk_is_topk_of_the_flat_gradient(sparsity, shapes):
+def test_naive_topk(sparsity, shapes):
     K, sizes = 3, [int(np.prod(shape)) for shape in shapes]
     tx = naive_topk(sparsity)
     mesh = jc.make_mesh(data=K)

@@ -101,17 +101,17 @@ def lab(capfd):
         ("2.5gbit", 2_500_000_000),
     ],
 )
-def test_rates_are_read_as_tc_reads_them(rate, bits):
+def test_rates_of_tc(rate, bits):
     assert parse_rate(rate) == bits
 
 
 @pytest.mark.parametrize("rate", ["", "100", "mbit", "100mbps", "100Mbit", "-1mbit", "0mbit", "1tbit", "1e3bit"])
-def test_a_malformed_rate_is_refused_with_the_rule_and_the_remedy(rate):
+def test_malformed_rates(rate):
     with pytest.raises(ValueError, match=r"unit bit, kbit.*got '.*'. Write for example '100mbit'"):
         Lab(2, rate)
 
 
-def test_hosts_may_have_rates_of_their_own():
+def test_rates_of_hosts():
     assert parse_rates("100mbit/none/1kbit", 3) == [10**8, None, 10**3]
     assert parse_rates("1mbit/2mbit", 4) == [10**6, 2 * 10**6, 2 * 10**6, 2 * 10**6]
     assert parse_rates(None, 2) == [None, None]
@@ -120,28 +120,28 @@ def test_hosts_may_have_rates_of_their_own():
 
 
 @pytest.mark.parametrize("hosts", [-1, 0, 65])
-def test_a_number_of_hosts_out_of_range_is_refused(hosts):
+def test_numbers_of_hosts(hosts):
     with pytest.raises(ValueError, match=f"hosts must be 1 to 64; got {hosts}"):
         Lab(hosts, None)
 
 
 @pytest.mark.parametrize("argv", [[], ["no-such-program"]])
-def test_a_missing_command_is_refused(loopback, argv):
+def test_a_missing_command(loopback, argv):
     with Lab(1, None) as lab, pytest.raises(ValueError, match=r"command must name a program.*after `--`"):
         lab.run(argv)
 
 
-def test_a_lab_that_is_not_open_runs_nothing():
+def test_a_closed_lab():
     with pytest.raises(RuntimeError, match="with Lab"):
         Lab(1, None).run(["true"])
 
 
-def test_an_unknown_interface_is_refused():
+def test_an_unknown_interface():
     with pytest.raises(ValueError, match=r"must be one of .*\blo\b.*got 'nowhere0'.*NETLAB_INTERFACE"):
         received_bytes("nowhere0")
 
 
-def test_the_fallback_says_so_once_and_runs_on_loopback(loopback, capfd):
+def test_the_fallback(loopback, capfd):
     script = "import os; print(*(os.environ[name] for name in os.environ['NAMES'].split()))"
     names = "JAXCOMM_COORDINATOR JAXCOMM_PROCESS_ID JAXCOMM_NUM_PROCESSES NETLAB_INTERFACE"
     with Lab(2, "1mbit") as lab:
@@ -157,7 +157,7 @@ def test_the_fallback_says_so_once_and_runs_on_loopback(loopback, capfd):
     assert "takes root" in message
 
 
-def test_a_machine_that_cannot_make_namespaces_falls_back_by_name(monkeypatch, capfd):
+def test_no_namespaces(monkeypatch, capfd):
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setattr(netlab, "_labs", list)
@@ -166,7 +166,7 @@ def test_a_machine_that_cannot_make_namespaces_falls_back_by_name(monkeypatch, c
     assert "No such file or directory: 'chrt'" in capfd.readouterr().err
 
 
-def test_output_is_kept_apart_by_host_and_may_be_large(lab):
+def test_outputs_of_hosts(lab):
     script = "import os, sys; sys.stderr.write(os.environ['JAXCOMM_PROCESS_ID'] * 300_000); print('é')"
     results = lab.run([sys.executable, "-c", script], timeout=20)
     assert [result.host for result in results] == [0, 1, 2]
@@ -174,7 +174,7 @@ def test_output_is_kept_apart_by_host_and_may_be_large(lab):
     assert [result.stdout for result in results] == ["é\n"] * 3
 
 
-def test_host_0_passes_through_while_it_runs(lab, capfd):
+def test_host_0_prints(lab, capfd):
     script = "echo started $JAXCOMM_PROCESS_ID; sleep 1; echo warned >&2"
     rates = []
 
@@ -191,7 +191,7 @@ def test_host_0_passes_through_while_it_runs(lab, capfd):
     assert results[0].stdout == "started 0\n"
 
 
-def test_a_failed_host_stops_the_others(lab, monkeypatch):
+def test_a_failed_host(lab, monkeypatch):
     monkeypatch.setattr(netlab, "FAILURE_GRACE", 0.3)
     script = "[ $JAXCOMM_PROCESS_ID = 1 ] && { echo broken >&2; exit 7; }; sleep 60 & wait"
     start = time.monotonic()
@@ -202,7 +202,7 @@ def test_a_failed_host_stops_the_others(lab, monkeypatch):
     assert results[0].stderr == "netlab: killed, because host 1 had failed with exit code 7\n"
 
 
-def test_a_timeout_stops_all_hosts(lab):
+def test_a_timeout(lab):
     start = time.monotonic()
     results = lab.run(["sleep", "60"], timeout=0.3)
     assert time.monotonic() - start < 5
@@ -223,7 +223,7 @@ def megabits_per_second(lab, direction, size, received, limit):
     return max(rates)
 
 
-def test_hosts_see_each_other_at_the_rate_and_bytes_are_counted(lab):
+def test_rates_and_bytes(lab):
     if not lab.isolated:
         return  # the fixture has seen the fallback say so
     size = 1_000_000
@@ -238,7 +238,7 @@ def test_hosts_see_each_other_at_the_rate_and_bytes_are_counted(lab):
     assert 2 * size * 8 / seconds / 1e6 > 400
 
 
-def test_a_trace_shows_the_rate_at_which_host_0_receives(lab):
+def test_traces(lab):
     """Twice 1 MB at 20 Mbit/s takes at least 0.8 s; other work on the machine can only make it longer."""
     if not lab.isolated:
         return  # the fixture has seen the fallback say so
@@ -258,7 +258,7 @@ def test_a_trace_shows_the_rate_at_which_host_0_receives(lab):
     assert series[busy[-1]]["seconds"] - begin > 0.75
 
 
-def test_the_command_writes_its_trace(tmp_path):
+def test_a_trace_by_command(tmp_path):
     path = tmp_path / "trace.json"
     process = command_line("--hosts", "1", "--rate", "none", "--trace", str(path), "--", "sleep", "0.5")
     assert process.returncode == 0, process.stderr
@@ -270,19 +270,19 @@ def test_the_command_writes_its_trace(tmp_path):
     assert "--trace must be a file; got the folder" in process.stderr
 
 
-def test_hosts_do_not_interrupt_each_other(lab):
+def test_hosts_are_independent(lab):
     results = lab.run([sys.executable, "-c", "import os; print(os.sched_getscheduler(0) == os.SCHED_BATCH)"])
     assert [result.stdout for result in results] == [f"{lab.isolated}\n"] * 3
 
 
-def test_an_idle_interface_counts_nothing(lab):
+def test_an_idle_interface(lab):
     if not lab.isolated:
         return  # the fixture has seen the fallback say so
     results = lab.run(["sh", "-c", "sleep 1.5; grep eth0 /proc/net/dev"])
     assert [result.stdout.split()[1] for result in results] == ["0"] * 3
 
 
-def test_an_exception_leaves_no_namespace():
+def test_exceptions_clean_up():
     def broken_block():
         with Lab(2, "10mbit") as lab:
             assert bool(remains(os.getpid())) == lab.isolated
@@ -294,7 +294,7 @@ def test_an_exception_leaves_no_namespace():
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_ends_the_hosts_and_leaves_no_namespace(number, tmp_path):
+def test_signals_clean_up(number, tmp_path):
     script = f"echo $$ > {tmp_path}/$JAXCOMM_PROCESS_ID; exec sleep 60"
     process = start_and_wait(script, tmp_path)
     try:
@@ -308,7 +308,7 @@ def test_a_signal_ends_the_hosts_and_leaves_no_namespace(number, tmp_path):
 
 
 @pytest.mark.parametrize("while_it", ["builds", "runs"])
-def test_a_signal_in_the_middle_of_a_poll_ends_the_lab(monkeypatch, while_it):
+def test_a_signal_in_a_poll(monkeypatch, while_it):
     make_lock, signals = threading.Lock, []
 
     class Interrupted:
@@ -347,7 +347,7 @@ def test_a_signal_in_the_middle_of_a_poll_ends_the_lab(monkeypatch, while_it):
             lab.run(["sleep", "60"])
 
 
-def test_the_next_lab_removes_what_a_killed_one_left(tmp_path):
+def test_leftovers_of_a_killed_lab(tmp_path):
     script = f"echo $$ > {tmp_path}/$JAXCOMM_PROCESS_ID; exec sleep 5"
     with start_and_wait(script, tmp_path) as process:
         process.kill()
@@ -383,7 +383,7 @@ def is_alive(pid):
         return False
 
 
-def test_the_command_line_prints_host_0_and_reports_failures():
+def test_the_command_line():
     good = command_line("--hosts", "2", "--rate", "1gbit", "--", "sh", "-c", "echo I am $JAXCOMM_PROCESS_ID")
     assert (good.returncode, good.stdout) == (0, "I am 0\n")
     bad = command_line("--hosts", "2", "--", "sh", "-c", "echo no $JAXCOMM_PROCESS_ID >&2; exit $JAXCOMM_PROCESS_ID")
@@ -394,7 +394,7 @@ def test_the_command_line_prints_host_0_and_reports_failures():
     assert "Write it after `--`" in no_command.stderr
 
 
-def test_help_needs_neither_root_nor_jax():
+def test_help():
     script = """
 import os, sys
 os.geteuid = lambda: 1000

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.patches import Config, main
 
 
-def test_the_table_has_the_steps_and_a_first_step_of_adam_is_of_the_learning_rate(tmp_path, capsys):
+def test_steps_and_first_step(tmp_path, capsys):
     main(Config(n=20_000, steps="1,3", json=tmp_path / "patches.json"))
     first, third = json.loads((tmp_path / "patches.json").read_text())
     assert (first["step"], third["step"]) == (1, 3)

@@ -53,7 +53,7 @@ def reference(job):
     return losses, weights
 
 
-def test_a_job_is_read_as_it_was_written(tmp_path):
+def test_jobs_return(tmp_path):
     job = small_job()
     job.save(tmp_path / "job.npz")
     copy = Job.load(tmp_path / "job.npz")
@@ -65,11 +65,11 @@ def test_a_job_is_read_as_it_was_written(tmp_path):
         np.testing.assert_array_equal(array, array_of_job)
 
 
-def test_the_model_has_the_parameters_that_it_claims():
+def test_parameters():
     assert sum(array.size for array in initial_weights(0)) == 3 * (1024 * 1024 + 1024) + 1024 * 10 + 10 == 3_159_050
 
 
-def test_accuracy_is_that_of_the_largest_logit():
+def test_accuracy():
     weights = initial_weights(3)
     images = np.random.default_rng(0).integers(0, 256, (50, 1024), np.uint8)
     x = images / 255
@@ -81,7 +81,7 @@ def test_accuracy_is_that_of_the_largest_logit():
 
 
 @pytest.mark.slow
-def test_two_hosts_train_as_one_device_with_all_rows(tmp_path):
+def test_two_hosts(tmp_path):
     from benchmarks.netlab import Lab
 
     job = small_job(steps=4)
@@ -103,7 +103,7 @@ def test_two_hosts_train_as_one_device_with_all_rows(tmp_path):
         assert hosts[0][1]["received"] == pytest.approx(2 * 3_159_050 * 4, rel=0.03)
 
 
-def test_bars_are_medians_of_the_seconds_with_every_round(tmp_path, monkeypatch):
+def test_bars(tmp_path, monkeypatch):
     figures, savefig = [], matplotlib.figure.Figure.savefig
     monkeypatch.setattr(
         matplotlib.figure.Figure, "savefig", lambda f, *a, **k: (figures.append(f), savefig(f, *a, **k))
@@ -119,7 +119,7 @@ def test_bars_are_medians_of_the_seconds_with_every_round(tmp_path, monkeypatch)
     assert matplotlib.image.imread(tmp_path / "new" / "figure.png").std() > 0.05
 
 
-def test_what_cannot_run_is_refused_with_the_remedy(tmp_path):
+def test_refusals(tmp_path):
     def message(**changes):
         config = Config(**changes)
         with pytest.raises(ValueError, match="--") as error:
@@ -144,7 +144,7 @@ def segment(seconds, accuracy, steps=10, loss=1.0, received=5000.0):
     return {"steps": steps, "seconds": seconds, "loss": loss, "received": received, "accuracy": accuracy}
 
 
-def test_ratios_are_of_the_same_round_and_a_target_that_is_missed_once_is_unknown():
+def test_ratios_and_missed_targets():
     def run(method, seed, seconds, target):
         segments = [segment(9.0, 0.1, steps=1), segment(seconds, 0.5), segment(seconds, target)]
         return {"method": method, "seed": seed, "segments": segments, "aborts": seed}

@@ -21,7 +21,7 @@ def record(method, predicted, median, faster_predicted, faster_measured):
     )  # fmt: skip
 
 
-def test_cells_are_counted():
+def test_cells():
     records = [
         record(DENSE, 100, 100, 1.0, 1.0),
         record("near", 109, 100, 0.9, 0.95),
@@ -34,11 +34,11 @@ def test_cells_are_counted():
     )
 
 
-def test_what_is_known_of_accuracy_is_that_of_the_records():
+def test_known_accuracy():
     assert json.loads(COSTS.read_text())["accuracy"] == accuracy()
 
 
-def test_accuracy_is_given_with_the_interval_of_its_difference_to_dense(tmp_path, monkeypatch):
+def test_interval_of_accuracy(tmp_path, monkeypatch):
     """Points below dense of 1, 2 and 3: the mean is 2, its standard error 1/sqrt(3), and Student's t 4.303."""
 
     def runs(method, *accuracies):
@@ -61,7 +61,7 @@ def test_accuracy_is_given_with_the_interval_of_its_difference_to_dense(tmp_path
 
 
 @pytest.mark.parametrize("shapes", ["mlp", "1000", "twin"])
-def test_problems_have_a_loss_and_a_gradient(shapes, monkeypatch):
+def test_problems(shapes, monkeypatch):
     import jax
 
     monkeypatch.setitem(MODELS, "twin", lambda: with_biases([(3, 3, 2, 4), (36, 20), (20, 10)]))

@@ -78,7 +78,7 @@ REFUSED = [
     [pytest.param(name, argv, message, id=f"{name} {argv}") for name, argv, *message in REFUSED],
 )
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
-def test_a_value_is_refused_in_one_line(module, argv, message, monkeypatch, capsys, tmp_path):
+def test_one_line(module, argv, message, monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [module, *argv.split()])
     monkeypatch.setattr(Lab, "__enter__", lambda _: pytest.fail("hosts start"))

@@ -13,7 +13,7 @@ from models.transformer import Transformer
 from models.vgg import Vgg
 
 
-def test_resnet50_is_the_published_one():
+def test_resnet50():
     shapes = resnet50()
     assert len(shapes) == 161
     assert count(shapes) == 25_557_032
@@ -32,7 +32,7 @@ def test_resnet50_is_the_published_one():
         ("transformer", 255, 42_864_640, partial(Transformer, 8848, 6632, tied=False)),
     ],
 )
-def test_shapes_are_those_of_the_model(name, tensors, parameters, model):
+def test_shapes_of_models(name, tensors, parameters, model):
     shapes = shapes_of(name)
     assert shapes == MODELS[name]()
     assert (len(shapes), count(shapes)) == (tensors, parameters)
@@ -40,16 +40,16 @@ def test_shapes_are_those_of_the_model(name, tensors, parameters, model):
     assert Counter(shapes) == Counter(leaf.shape for leaf in jax.tree.leaves(params))
 
 
-def test_tables_have_the_rows_that_are_asked_for():
+def test_rows_of_tables():
     assert count(dlrm(7)) == 508_753 + 16 * 26 * 7
 
 
 @pytest.mark.parametrize(("name", "size"), [("1e6", 1_000_000), ("2e5", 200_000), ("1", 1), ("1500", 1500)])
-def test_a_number_is_one_vector(name, size):
+def test_a_number(name, size):
     assert shapes_of(name) == [(size,)]
 
 
 @pytest.mark.parametrize("name", ["", "resnet", "0", "0.5", "-3", "nan", "inf", "1e400"])
-def test_other_shapes_are_refused(name):
+def test_other_shapes(name):
     with pytest.raises(ValueError, match=r"--shapes must be one of resnet50, .*, or a number .*. Try --shapes 1e6"):
         shapes_of(name)

@@ -92,7 +92,7 @@ def sent_by(out, n):
 
 
 @every_k
-def test_nothing_is_lost_of_what_was_accepted(K):
+def test_nothing_is_lost(K):
     vectors, masks, flags = inputs(K)
     out, _ = ring(K, "bfloat16")(vectors, masks, flags)
     where, values = sent_by(out, vectors.shape[1])
@@ -113,7 +113,7 @@ def test_nothing_is_lost_of_what_was_accepted(K):
 
 
 @pytest.mark.parametrize("K", [1, 3])
-def test_numbers_that_need_no_rounding_are_summed_to_the_bit(K):
+def test_exact_sums(K):
     vectors, masks, flags = inputs(K, seed=1, dyadic=True)
     out, _ = ring(K, "float32")(vectors, masks, flags)
     np.testing.assert_array_equal(out.total, np.where(accepted(K, masks), vectors, 0).sum(0))
@@ -122,7 +122,7 @@ def test_numbers_that_need_no_rounding_are_summed_to_the_bit(K):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("K", [8])
-def test_a_mesh_and_a_simulation_agree_to_the_bit_and_all_devices_have_the_same(K):
+def test_mesh_and_simulation(K):
     rows = inputs(K, seed=2)
     expected = ring(K, "bfloat16")(*rows)
     result = ring(K, "bfloat16", "mesh")(*rows)
@@ -135,7 +135,7 @@ def test_a_mesh_and_a_simulation_agree_to_the_bit_and_all_devices_have_the_same(
 
 
 @every_k
-def test_every_hop_carries_the_union_of_the_workers_before_it(K):
+def test_hops_carry_unions(K):
     vectors, masks, flags = inputs(K, seed=3)
     _, nonzeros = ring(K, "bfloat16")(vectors, masks, flags)
     fits, size = accepted(K, masks), regions_of(K).size
@@ -165,14 +165,14 @@ def received_by_hand(K, n, capacity, width):
 
 @pytest.mark.parametrize(("value_dtype", "width"), [("bfloat16", 16), ("float32", 32)])
 @every_k
-def test_bytes_are_those_of_the_formula(K, value_dtype, width):
+def test_bytes(K, value_dtype, width):
     regions = regions_of(K, value_dtype)
     payloads, _ = received_by_hand(K, regions.layout.n, regions.layout.n_slots, width)
     assert received_on_ring(regions) == payloads
 
 
 @pytest.mark.parametrize(("K", "sparsity"), [(1, 0.9), (3, 0.99), (8, 0.8)])
-def test_predicted_bytes_are_those_of_the_formula_and_of_the_compiled_program(K, sparsity):
+def test_compiled_bytes(K, sparsity):
     n = 1024 * SETTINGS[K][0]
     tx, params = ring_topk(sparsity), {"w": jnp.zeros(n)}
     report = jc.wire_report(tx, params, K)
@@ -194,7 +194,7 @@ def test_predicted_bytes_are_those_of_the_formula_and_of_the_compiled_program(K,
     assert read_program(compiled.as_text()).received == report.program.received
 
 
-def test_every_hop_has_room_for_all_that_was_accepted_however_it_clusters():
+def test_hops_have_room():
     like = [jax.ShapeDtypeStruct((4 * 2**16,), "float32")]
     layout = plan_layout(like, dense_below=0, capacity=lambda n: n // 12)
     regions = Regions(layout, 4, value_codec("bfloat16"))
@@ -221,7 +221,7 @@ def test_hops_become_dense():
 
 
 @pytest.mark.parametrize("K", [3, 4])
-def test_what_is_not_sound_is_told_to_all(K):
+def test_bad_steps(K):
     vectors, masks, flags = inputs(K, seed=4)
     for worker in range(K):
         flags[:] = True
@@ -265,7 +265,7 @@ METHODS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
-def test_a_ring_equals_a_gather_where_everything_fits(method):
+def test_rings_equal_gathers(method):
     K, n = 3, 3072
     on_ring, gathered, options = METHODS[method]
     options = {**options, "value_dtype": "float32", "collective": "gather"}
@@ -286,7 +286,7 @@ def test_a_ring_equals_a_gather_where_everything_fits(method):
 @pytest.mark.parametrize(
     ("exchange", "ones"), [(ring_dct_dp(0.9, life_span=10**6), 4096), (ring_topk(0.9), 2048)], ids=["dct_dp", "topk"]
 )
-def test_no_coordinate_starves_where_overflow_lasts(exchange, ones):
+def test_no_coordinate_starves(exchange, ones):
     gradient = np.zeros((2, 4096), np.float32)
     gradient[:, :ones] = 1
     state, overflow = repeated(optax.chain(exchange, optax.sgd(1.0)), gradient, 120)
@@ -295,7 +295,7 @@ def test_no_coordinate_starves_where_overflow_lasts(exchange, ones):
 
 
 @pytest.mark.slow
-def test_a_step_that_is_not_finite_changes_nothing_and_the_next_one_proceeds():
+def test_recovery():
     """Of more than 4096 elements, where a maximum that XLA compiles for a CPU loses NaN."""
     K, n = 3, 6144
     state, step = simulated(ring_topk(0.9), n, K)
@@ -317,7 +317,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_the_next_one_proceeds():
 
 
 @pytest.mark.slow
-def test_the_largest_numbers_do_not_leave_float32_on_their_way_into_the_residual():
+def test_the_largest_numbers():
     """3.4e38, which only an old residual can hold, is sent as the largest bfloat16; what remains is small."""
     K, n = 2, 1024
     state, step = simulated(ring_topk(0.9), n, K)

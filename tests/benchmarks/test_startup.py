@@ -15,7 +15,7 @@ def startup(*argv):
 
 
 @pytest.mark.slow
-def test_every_command_is_timed(tmp_path):
+def test_commands(tmp_path):
     process = startup("--repeats", "2", "--json", str(tmp_path / "table.json"))
     assert process.returncode == 0, process.stderr
     times = {record["command"]: record["ms_median"] for record in json.loads((tmp_path / "table.json").read_text())}
@@ -24,7 +24,7 @@ def test_every_command_is_timed(tmp_path):
 
 
 @pytest.mark.slow
-def test_many_tensors_are_compiled_beside_plain_jit(tmp_path):
+def test_many_tensors(tmp_path):
     process = startup("--tensors", "12", "--json", str(tmp_path / "table.json"))
     assert process.returncode == 0, process.stderr
     records = {record["exchange"]: record for record in json.loads((tmp_path / "table.json").read_text())}

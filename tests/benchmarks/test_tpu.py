@@ -18,7 +18,7 @@ def tpu(*argv):
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
 
 
-def test_an_unknown_topology_is_refused():
+def test_an_unknown_topology():
     process = tpu("--shapes", "1000", "--topology", "v5e:7x5")
     assert process.returncode == 2
     assert "Traceback" not in process.stderr
@@ -29,7 +29,7 @@ def test_an_unknown_topology_is_refused():
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the compiler of the extra tpu")
 @pytest.mark.parametrize("slices", [1, 2])
-def test_compiled_steps_send_what_was_traced(slices, tmp_path):
+def test_compiled_steps(slices, tmp_path):
     path = tmp_path / "table.json"
     options = ("--method", "plump_dp,plump_dp_bfloat16,topk,powersgd", "--slices", str(slices), "--json", str(path))
     process = tpu("--shapes", "1e5", *options)
@@ -44,7 +44,7 @@ def test_compiled_steps_send_what_was_traced(slices, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the compiler of the extra tpu")
-def test_every_layout_of_the_trainer_sends_what_was_traced(tmp_path):
+def test_layouts_of_the_trainer(tmp_path):
     path = tmp_path / "table.json"
     process = tpu("--layouts", "--json", str(path))
     assert process.returncode == 0, process.stderr

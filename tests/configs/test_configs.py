@@ -41,7 +41,7 @@ def model_of(config):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_an_experiment_is_found_by_its_name_and_can_run(name):
+def test_names_and_runs(name):
     config = CONFIGS[name]
     assert isinstance(config, Experiment)
     assert config.name == name
@@ -57,7 +57,7 @@ def test_an_experiment_is_found_by_its_name_and_can_run(name):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_model_of_an_experiment_is_made_for_its_data(name):
+def test_models_fit_their_data(name):
     model, info = model_of(CONFIGS[name])
     params = cut(model)[0].params
     report = jc.wire_report(make_chain(CONFIGS[name], CONFIGS[name].method), params, CONFIGS[name].workers)
@@ -66,7 +66,7 @@ def test_the_model_of_an_experiment_is_made_for_its_data(name):
 
 
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name not in LARGE])
-def test_the_model_of_a_small_experiment_can_be_trained(name):
+def test_small_models_train(name):
     """Its images are large enough for its poolings, its loss takes what it returns, and its rows make groups."""
     config = CONFIGS[name]
     model, info = model_of(config)
@@ -91,13 +91,13 @@ def test_the_model_of_a_small_experiment_can_be_trained(name):
 
 
 @pytest.mark.parametrize(("name", "stages"), [("dlrm_criteo", 4), ("dlrm_clicks", 3), ("transformer_iwslt14", 5)])
-def test_experiments_of_the_dct_paper_can_be_cut_as_there(name, stages):
+def test_cuts_of_the_dct_paper(name, stages):
     model, _ = model_of(CONFIGS[name])
     for count in range(1, stages + 1):
         assert len(cut(model, choose_cuts(model, count, None))) == count
 
 
-def test_only_the_end_decides_where_an_experiment_runs():
+def test_the_end_decides_the_place():
     """What belongs to one machine or one moment has no place in a config."""
     names = ("stop_after", "resume", "out", "data_dir", "json", "coordinator", "process_id", "num_processes")
     defaults = {field.name: field.default for field in dataclasses.fields(Experiment)}
@@ -105,14 +105,14 @@ def test_only_the_end_decides_where_an_experiment_runs():
         assert [getattr(config, name) for name in names] == [defaults[name] for name in names]
 
 
-def test_a_name_is_taken_from_the_arguments():
+def test_names_of_arguments():
     assert take_config(["mnist", "--steps", "3"]) == (CONFIGS["mnist"], ["--steps", "3"])
     for args in ([], ["--steps", "3"], ["method:top-k"]):
         assert take_config(args) == (CONFIGS["digits"], args)
     refused(lambda: take_config(["mnits"]), "An experiment", "got 'mnits' (did you mean 'mnist'?)")
 
 
-def test_every_method_is_compared_and_no_setting_twice():
+def test_methods_of_a_comparison():
     methods = [method for _, method in SETTINGS]
     assert {type(method) for method in methods} == set(get_args(Method))
     assert len(set(methods)) == len(methods)

@@ -34,7 +34,7 @@ PIPELINE = {"workers": 2, "stages": 2, "global_batch": 24}
         ({"learning_rate": 0.0, "momentum": 0.0, "label_smoothing": 0.99, "seed": 2**32 - 1}, 1),
     ],
 )
-def test_what_works(changes, processes):
+def test_valid_settings(changes, processes):
     check(dataclasses.replace(PLAIN, **changes), processes)
 
 
@@ -69,7 +69,7 @@ NUMBERS = {
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-def test_a_value_that_breaks_its_rule(name):
+def test_bad_values(name):
     for value in NUMBERS[name]:
         message = f"got {value!r}" if isinstance(value, str) else f"got {value}"
         refused(
@@ -113,7 +113,7 @@ BF16 = BoundaryFields(value_dtype="bfloat16")
         (PIPELINE | {"workers": 3}, 2, "--workers times --fsdp", "got 2 processes for --workers 3 --stages 2"),
     ],
 )
-def test_settings_that_cannot_go_together(changes, processes, name, value):
+def test_settings_that_exclude(changes, processes, name, value):
     refused(lambda: check(dataclasses.replace(PLAIN, **changes), processes), name, value)
 
 
@@ -135,7 +135,7 @@ TOGETHER = {
 
 
 @pytest.mark.parametrize(("one", "two"), list(itertools.combinations(CHANGED, 2)))
-def test_a_model_is_split_in_one_way(one, two):
+def test_one_way_to_split_a_model(one, two):
     experiment = dataclasses.replace(PLAIN, **{name: CHANGED[name] for name in (one, two)})
     if {one, two} in TOGETHER:
         return check(experiment, 1)
@@ -143,7 +143,7 @@ def test_a_model_is_split_in_one_way(one, two):
     refused(lambda: check(experiment, 1), "A model must be split in one way", *options)
 
 
-def test_a_layout_names_what_is_not_at_its_default():
+def test_a_layout_names_its_changes():
     assert PLAIN.layout == {}
     assert dataclasses.replace(PLAIN, boundary=BoundaryFields(), stages=2).layout == {"stages": 2}
     assert CONFIGS["dlrm_criteo"].layout == {"embeddings": "late"}

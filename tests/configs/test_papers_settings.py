@@ -150,7 +150,7 @@ MODELS = {
 }
 
 
-def test_every_experiment_of_a_paper_is_in_the_table():
+def test_every_experiment_is_in_the_table():
     small = ("digits", "mnist", "fashion", "cifar10", "dlrm_clicks", "dlrm_flights", "dlrm_movielens")
     small = (*small, "transformer_catalogs", "gpt_stdlib", "gpt_linux")
     papers = {name for name in CONFIGS if not name.endswith("_digits") and name not in small}
@@ -158,7 +158,7 @@ def test_every_experiment_of_a_paper_is_in_the_table():
 
 
 @pytest.mark.parametrize("name", PAPERS)
-def test_an_experiment_has_the_papers_settings(name):
+def test_settings(name):
     config = CONFIGS[name]
     assert {field: getattr(config, field) for field in PAPERS[name]} == PAPERS[name]
     kind, fields = METHODS[name]
@@ -172,14 +172,14 @@ def test_an_experiment_has_the_papers_settings(name):
 
 
 @pytest.mark.parametrize("name", ["alexnet_imagenet", "resnet50_imagenet"])
-def test_the_96_nodes_of_the_pruning_paper(name):
+def test_nodes_of_the_pruning_paper(name):
     """`--workers 96 --global-batch 288`: 3 rows each, as 256 is no multiple of 96."""
     check(dataclasses.replace(CONFIGS[name], workers=96, global_batch=288), 96)
     with pytest.raises(ValueError, match=r"got 256 for 96\. Try 288"):
         check(dataclasses.replace(CONFIGS[name], workers=96), 96)
 
 
-def test_models_are_cut_where_the_dct_paper_cuts():
+def test_cuts_of_the_dct_paper():
     """After two layers of the bottom MLP, and after two of the top one, which begins after the interaction."""
     config, info = CONFIGS["dlrm_criteo"], ClickInfo("criteo", 6, 1, (10,) * 26)
     model = nnx.eval_shape(partial(make_model, config.architecture, info, "float32", 0))
@@ -190,7 +190,7 @@ def test_models_are_cut_where_the_dct_paper_cuts():
     assert (model.layers, [len(choose_cuts(model, stages, None)) for stages in (2, 3, 5)]) == (6, [1, 2, 4])
 
 
-def test_what_papers_compare_is_compared():
+def test_comparisons():
     compared = [method for _, method in SETTINGS]
     assert PlumpDp(p=1) in compared
     assert QuantDp(bits=8, bucket=512) in compared

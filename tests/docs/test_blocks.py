@@ -172,7 +172,7 @@ def blocks():
 
 
 @pytest.mark.parametrize(("name", "line", "block"), blocks())
-def test_a_block_runs_as_it_stands(name, line, block, tmp_path, monkeypatch):
+def test_a_block_runs(name, line, block, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     ((before, after),) = [replacement for part, replacement in OWN.items() if part in block]
     namespace = {}
@@ -181,6 +181,6 @@ def test_a_block_runs_as_it_stands(name, line, block, tmp_path, monkeypatch):
     exec(after, namespace)
 
 
-def test_every_part_is_in_one_block():
+def test_a_part_is_in_one_block():
     texts = [param.values[2] for param in blocks()]
     assert {part: sum(part in text for text in texts) for part in OWN} == dict.fromkeys(OWN, 1)

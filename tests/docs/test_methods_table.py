@@ -3,6 +3,6 @@
 from docs.methods_table import PAGE, with_table
 
 
-def test_the_table_is_written_anew():
+def test_the_table_is_current():
     page = PAGE.read_text()
     assert page == with_table(page), "run python -m docs.methods_table"

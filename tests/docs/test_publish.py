@@ -25,7 +25,7 @@ def jobs(path):
 
 
 @pytest.mark.parametrize("repository", [None, "https://example.com/owner/name"])
-def test_an_index_renders_the_readme_and_can_follow_its_links(repository):
+def test_an_index_renders_the_readme(repository):
     markdown = pytest.importorskip("readme_renderer.markdown", reason="readme_renderer is in the extra test")
     page = SETUP["description"]((ROOT / "README.md").read_text(), repository)
     html = markdown.render(page, stream=None)
@@ -38,7 +38,7 @@ def test_an_index_renders_the_readme_and_can_follow_its_links(repository):
     assert all((ROOT / path).is_file() for path in paths)
 
 
-def test_a_relative_link_keeps_its_text_and_code_its_brackets():
+def test_links_and_brackets():
     page = "[the\nguide](docs/guide.md#a) ![x](a.png)[b](https://b.c)\n```\nf[0](x)\n```\n"
     assert SETUP["description"](page, None) == "the\nguide [b](https://b.c)\n```\nf[0](x)\n```\n"
     assert "[the\nguide](https://h/o/n/blob/HEAD/docs/guide.md#a) ![x](https://h/o/n/raw/HEAD/a.png)" in SETUP[
@@ -55,7 +55,7 @@ def commands(path):
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
-def test_workflows_name_only_commands_that_exist(path):
+def test_commands_of_workflows_exist(path):
     names = list(commands(path))
     assert names
     for words in names:
@@ -72,7 +72,7 @@ def test_workflows_name_only_commands_that_exist(path):
             assert re.fullmatch(r"[\w.-]+/[\w.-]+@[\w./-]+", step.get("uses", "a/b@v1"))
 
 
-def test_ci_tests_every_python_that_the_package_names():
+def test_pythons_of_ci():
     matrix = jobs(ROOT / ".github" / "workflows" / "ci.yml")["run"]["strategy"]["matrix"]["include"]
     versions = [name.rpartition(" ")[2] for name in PROJECT["classifiers"] if re.search(r"Python :: 3\.\d+$", name)]
     assert [row["python"] for row in matrix] == versions
@@ -80,7 +80,7 @@ def test_ci_tests_every_python_that_the_package_names():
     assert matrix[0]["packages"] == "oldest"
 
 
-def test_only_the_job_that_publishes_may_ask_for_a_token():
+def test_one_job_may_ask_for_a_token():
     build, publish = (jobs(ROOT / ".github" / "workflows" / "release.yml")[name] for name in ("build", "publish"))
     assert publish["permissions"] == {"id-token": "write"}
     assert publish["needs"] == "build"
@@ -89,7 +89,7 @@ def test_only_the_job_that_publishes_may_ask_for_a_token():
         assert yaml.safe_load(path.read_text())["permissions"] == {"contents": "read"}
 
 
-def test_forms_and_dependabot_are_what_the_forge_reads():
+def test_forms_and_dependabot():
     forms = {path.name: path for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")}
     assert yaml.safe_load(forms.pop("config.yml").read_text()) == {"blank_issues_enabled": True}
     assert forms

@@ -106,25 +106,25 @@ def changed_lines(name):
 
 
 @pytest.mark.parametrize("name", VERIFIED)
-def test_a_script_changes_by_at_most_three_lines(name):
+def test_at_most_three_lines_change(name):
     """But where `make_train_step` makes the step of a loss: the script's own goes, the calls change."""
     assert 2 <= changed_lines(name) <= (11 if name == "class_weights" else 3)
 
 
-def test_each_script_has_its_diff():
+def test_a_diff_for_each_script():
     names = {path.stem for path in HERE.glob("*.py")} - {"data", "test_forms"}
     assert names == {path.stem for path in HERE.glob("*.diff")} == VERIFIED.keys()
 
 
 @pytest.mark.parametrize("name", VERIFIED)
-def test_the_guide_shows_the_difference(name):
+def test_the_guide_shows_the_diff(name):
     diff = "".join(line for hunk in hunks(name) for line in hunk if line[0] in "-+" and line[1:].strip())
     expected = f"`{name}`" if name in NAMED else f"```diff\n{diff}```"
     assert expected in GUIDE.read_text()
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_a_dense_exchange_is_the_script_of_one_device(name, monkeypatch):
+def test_dense_is_one_device(name, monkeypatch):
     """With batch normalisation all workers get the same rows; with dropout nothing is dropped; loss scales meet NaN."""
     if name == "flax_nnx":
         monkeypatch.setattr(data, "COPIES", K)
@@ -146,7 +146,7 @@ def test_a_dense_exchange_is_the_script_of_one_device(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_a_compressed_exchange_learns_and_its_bytes_are_verified(name):
+def test_compressed_learns(name):
     script = run(changed(name))
     losses = np.asarray(script["losses"])
     assert np.mean(losses[-5:]) < 0.5 * losses[0]

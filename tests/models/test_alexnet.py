@@ -12,7 +12,7 @@ from tests.models.twins import abstract, close, count, crossing, make, make_batc
 PUBLISHED = partial(AlexNet, (224, 224, 3), 1000)
 
 
-def test_parameters_are_torchvisions():
+def test_parameters():
     # Kernels and biases of "One weird trick"'s layers.
     convolutions = [(11, 3, 64), (5, 64, 192), (3, 192, 384), (3, 384, 256), (3, 256, 256)]
     dense = [(9216, 4096), (4096, 4096), (4096, 1000)]
@@ -21,7 +21,7 @@ def test_parameters_are_torchvisions():
     assert round(in_dense / 1e6, 1) == 58.6
 
 
-def test_dropout_is_before_the_first_two_dense_layers():
+def test_dropout():
     layers = [block.dropout for block in abstract(PUBLISHED).blocks[5:]]
     assert [layer and layer.rate for layer in layers] == [0.5, 0.5, None]
 
@@ -40,7 +40,7 @@ def test_what_crosses():
     ]
 
 
-def test_images_that_nothing_is_left_of_are_refused():
+def test_images_too_small():
     with pytest.raises(ValueError, match=r"An image must be at least as large as a window; got a side of \d pixels"):
         abstract(partial(AlexNet, (32, 32, 3), 10))
     # The smallest images: 63 -> 15 -> 7 -> 3 -> 1.
@@ -49,7 +49,7 @@ def test_images_that_nothing_is_left_of_are_refused():
         abstract(partial(AlexNet, (63, 62, 3), 10))
 
 
-def test_another_kind_of_dense_layer_takes_the_place():
+def test_other_dense_layers():
     usual, late = make("alexnet"), make("alexnet", dense=partial(LateLinear, mode="late"))
     assert [type(block.layer) for block in late.blocks[5:]] == [LateLinear] * 3
     (graph, params, stats), variant = split(usual), split(late)

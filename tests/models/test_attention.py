@@ -5,7 +5,7 @@ from flax import nnx
 from models.attention import Attention, positions
 
 
-def test_attention_is_the_papers():
+def test_attention():
     """A transcription in NumPy: every head attends by its own features."""
     rng = np.random.default_rng(0)
     attention = Attention(6, 2, dtype=jnp.float32, rngs=nnx.Rngs(0))

@@ -68,7 +68,7 @@ def search(tied, **options):
 
 
 @pytest.mark.slow
-def test_with_a_beam_for_every_prefix_the_best_of_all_is_found():
+def test_full_beams():
     winners = set()
     for tied, penalty in ((True, 1.0), (False, 0.0), (False, 3.0)):
         tokens, scores = search(tied, beam=16, length_penalty=penalty)
@@ -84,13 +84,13 @@ def test_with_a_beam_for_every_prefix_the_best_of_all_is_found():
 
 
 @pytest.mark.parametrize(("beam", "penalty"), [(1, 3.0), (3, 3.0)])
-def test_a_narrow_beam_is_a_search_without_cache_and_without_an_early_end(beam, penalty):
+def test_narrow_beams(beam, penalty):
     _, scores = search(False, beam=beam, length_penalty=penalty)
     expected = [every_step(log_p, beam, penalty) for log_p in what_comes_next(False)]
     np.testing.assert_allclose(scores, expected, rtol=1e-4)
 
 
-def test_what_cannot_be_searched_is_refused():
+def test_refusals():
     model = make("tied transformer")
     with pytest.raises(ValueError, match=r"batch\['seed'\].*evaluation mode"):
         beam_search(model.blocks, SOURCE, max_length=L)

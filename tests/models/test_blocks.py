@@ -6,7 +6,7 @@ from models.blocks import adaptive_average, pooled, take_rows
 
 
 @pytest.mark.parametrize(("size", "grid"), [(6, 6), (14, 4), (7, 3), (2, 3), (5, 1)])
-def test_adaptive_average_is_the_mean_of_each_window(size, grid):
+def test_adaptive_average(size, grid):
     x = np.random.default_rng(0).normal(size=(2, size, size + 1, 3)).astype(np.float32)
     expected = np.empty((2, grid, grid, 3), np.float32)
     for i in range(grid):
@@ -17,7 +17,7 @@ def test_adaptive_average_is_the_mean_of_each_window(size, grid):
     np.testing.assert_allclose(adaptive_average(jnp.asarray(x), grid), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_what_is_not_in_a_table_is_nan():
+def test_ids_outside_a_table():
     table = jnp.arange(6.0).reshape(3, 2)
     np.testing.assert_array_equal(
         take_rows(table, jnp.asarray([[2, -1], [3, 0]])), [[[4, 5], [np.nan] * 2], [[np.nan] * 2, [0, 1]]]

@@ -19,7 +19,7 @@ from tests.models.twins import count, crossing, filled
         ((32, 32, 3), 100, 896 + 18_496 + 2_097_280 + 12_900),
     ],
 )
-def test_parameters_and_what_crosses(image_shape, classes, parameters):
+def test_parameters_and_activations(image_shape, classes, parameters):
     make = partial(Cnn, image_shape, classes)
     assert count(make) == parameters
     height, width, _ = image_shape
@@ -27,7 +27,7 @@ def test_parameters_and_what_crosses(image_shape, classes, parameters):
     assert shapes == [(3, height // 2, width // 2, 64), (3, 128), (3, classes)]
 
 
-def test_the_seed_decides_the_parameters():
+def test_seeds():
     make = partial(Cnn, (8, 8, 1), 10, channels=(2, 3), hidden=4)
     first, repeat, variant = (nnx.state(make(rngs=nnx.Rngs(seed)), nnx.Param) for seed in (0, 0, 1))
     kernels = [state["blocks"][1]["dense1"]["kernel"][...] for state in (first, repeat, variant)]
@@ -35,7 +35,7 @@ def test_the_seed_decides_the_parameters():
     assert not jnp.array_equal(kernels[0], kernels[2])
 
 
-def test_images_of_a_batch_do_not_mix():
+def test_rows_do_not_mix():
     model = filled(partial(Cnn, (8, 8, 1), 10))
     images = jax.random.normal(jax.random.key(0), (4, 8, 8, 1))
     variant = images.at[0].set(0.0)

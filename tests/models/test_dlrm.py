@@ -30,7 +30,7 @@ def test_what_crosses():
     assert crossing(PAPERS, batch) == [(2, n) for n in (512, 256, 64, 16, 367, 512, 256, 128)] + [(2,)]
 
 
-def test_only_256_features_cross_at_the_papers_cuts():
+def test_cuts_of_256_features():
     batch = {"dense": ((2, 13), np.float32), "categories": ((2, 26), np.int32)}
     batch = {name: jax.ShapeDtypeStruct(*spec) for name, spec in batch.items()}
     stages = cut(abstract(PAPERS), (2, 7))
@@ -42,7 +42,7 @@ def test_only_256_features_cross_at_the_papers_cuts():
     assert tables == [False, True, False]
 
 
-def test_rows_are_filled_up_to_a_multiple():
+def test_multiples_of_rows():
     table = Interaction(TABLES, 4, 8, "exchange", "data", dtype=jnp.float32, rngs=nnx.Rngs(0)).table[...]
     assert table.shape == (16, 4)
     np.testing.assert_array_equal(table[15:], 0)
@@ -53,13 +53,13 @@ def test_rows_are_filled_up_to_a_multiple():
     assert count(partial(Dlrm, TABLES, dim=4, row_multiple=8)) - count(partial(Dlrm, TABLES, dim=4)) == 4
 
 
-def test_initial_values_are_those_of_the_reference():
+def test_initial_values():
     first = Layer(512, 256, is_last=False, dtype=jnp.float32, rngs=nnx.Rngs(0)).linear
     np.testing.assert_allclose(np.std(first.kernel[...]), (2 / (512 + 256)) ** 0.5, rtol=0.01)
     np.testing.assert_allclose(np.std(first.bias[...]), 256**-0.5, rtol=0.15)
 
 
-def test_the_output_is_the_papers():
+def test_outputs():
     """A transcription in NumPy: every pair of distinct vectors once, after the dense features."""
     model, batch = make("dlrm"), make_batch("dlrm")
     layers = [block.linear for index, block in enumerate(model.blocks) if index != 3]
@@ -80,7 +80,7 @@ def test_the_output_is_the_papers():
     np.testing.assert_allclose(model(batch), (x @ kernel + bias)[:, 0], rtol=1e-4, atol=1e-5)
 
 
-def test_a_category_outside_of_its_table_is_not_anothers():
+def test_a_category_outside_its_table():
     model, batch = make("dlrm"), make_batch("dlrm")
     for wrong in (5, -1):  # the first table has 5 rows, and another's come after them
         categories = batch["categories"].at[1, 0].set(wrong)
@@ -94,7 +94,7 @@ def test_a_category_outside_of_its_table_is_not_anothers():
 
 
 @pytest.mark.parametrize("embeddings", slow_except(["late", "columns", "rows"], "late"))
-def test_tables_that_are_not_exchanged_have_the_gradients_of_one_device(embeddings):
+def test_gradients_of_sharded_tables(embeddings):
     """Of 15 rows, filled up to 16 for two workers."""
     spec = {"late": P(), "columns": P(None, "data"), "rows": P("data")}[embeddings]
     local = filled(partial(TWINS["dlrm"][0], embeddings=embeddings, row_multiple=2))
@@ -125,7 +125,7 @@ def test_tables_that_are_not_exchanged_have_the_gradients_of_one_device(embeddin
     assert np.isnan(step(whole.params, wrong)[2]).tolist() == [index == 1 for index in range(8)]
 
 
-def test_tables_split_by_rows_are_left_to_the_compiler():
+def test_tables_split_by_the_compiler():
     graph, params, _ = split(filled(partial(TWINS["dlrm"][0], row_multiple=8)))
     batch, mesh = make_batch("dlrm"), jc.make_mesh(model=8)
     assert params[3]["table"].shape == (16, 4)

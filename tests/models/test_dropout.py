@@ -11,7 +11,7 @@ X = jnp.ones((8, 5, 40))
 BATCH = {"seed": jnp.arange(8, dtype=jnp.uint32) * 1000}
 
 
-def test_a_fraction_is_dropped_and_the_others_are_scaled():
+def test_fractions_and_scale():
     for rate in (0.3, 0.7):
         y = np.asarray(Dropout(rate, 0)(X, BATCH))
         # 1600 draws: three standard deviations of the fraction are 0.035.
@@ -21,7 +21,7 @@ def test_a_fraction_is_dropped_and_the_others_are_scaled():
         assert per_place.min() < 8 * rate < per_place.max()  # rows differ
 
 
-def test_the_mask_is_the_rows_and_the_layers_alone():
+def test_masks():
     layer = Dropout(0.5, 3)
     y = layer(X, BATCH)
     order = jnp.asarray([5, 2, 2])
@@ -35,7 +35,7 @@ def test_the_mask_is_the_rows_and_the_layers_alone():
         assert abs(np.mean(np.asarray(variant) == np.asarray(y)) - 0.5) < 0.04
 
 
-def test_nothing_is_dropped_in_evaluation():
+def test_evaluation():
     layer = Dropout(0.5, 0)
     layer.eval()
     np.testing.assert_array_equal(layer(X, {}), X)
@@ -44,7 +44,7 @@ def test_nothing_is_dropped_in_evaluation():
     np.testing.assert_array_equal(Dropout(0.0, 0)(X, {}), X)
 
 
-def test_what_cannot_be_is_refused():
+def test_refusals():
     for rate in (1.0, -0.1, 1.5, float("nan")):
         with pytest.raises(ValueError, match="rate must be at least 0 and below 1"):
             Dropout(rate, 0)

@@ -17,7 +17,7 @@ from tests.refusals import refused
 SMALLER = partial(ResNet, IMAGE, CLASSES, layers=(1,), width=2, stem="cifar")
 
 
-def test_batch_statistics_are_those_of_the_rows_of_a_call():
+def test_batch_statistics():
     graph, params, stats = split(filled(SMALLER))
     batch = make_batch("resnet", 16)
     call = jax.jit(lambda rows: apply(graph, params, stats, rows, training=True))
@@ -37,7 +37,7 @@ def test_batch_statistics_are_those_of_the_rows_of_a_call():
     assert np.abs(evaluate(new) - evaluate(stats)).max() > 1e-3
 
 
-def test_groups_of_rows_make_the_result_independent_of_the_mesh():
+def test_groups_of_rows():
     graph, params, stats = split(filled(SMALLER))
     batch = make_batch("resnet", 16)
 
@@ -56,7 +56,7 @@ def test_groups_of_rows_make_the_result_independent_of_the_mesh():
     close(spread(params, batch), jax.jit(gradient)(params, batch))
 
 
-def test_dropout_is_the_same_in_any_micro_batch():
+def test_dropout_in_micro_batches():
     graph, params, stats = split(make("mlp"))
     batch = make_batch("mlp")
     call = jax.jit(lambda rows: apply(graph, params, stats, rows, training=True)[0])
@@ -66,7 +66,7 @@ def test_dropout_is_the_same_in_any_micro_batch():
     close(call(batch), backwards[::-1])
 
 
-def test_what_does_not_fit_is_refused():
+def test_refusals():
     model = make("mlp")
     for cuts in ((0,), (3,), (2, 2), (2, 1), (-1,)):
         with pytest.raises(ValueError, match=r"cuts must be rising indices of blocks, from 1 to 2 .*got"):
@@ -90,7 +90,7 @@ def test_what_does_not_fit_is_refused():
         apply(graph, params, stats, make_batch("mlp"), training=False)
 
 
-def test_merged_blocks_share_nothing_with_the_parameters():
+def test_merged_blocks():
     graph, params, stats = split(filled(SMALLER))
     before = jax.tree.map(np.array, (params, stats))
     blocks = merge(graph, params, stats, training=True)

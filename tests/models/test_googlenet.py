@@ -14,7 +14,7 @@ from tests.models.twins import count, crossing, make, make_batch
 IMAGENET = ((224, 224, 3), 1000)
 
 
-def test_parameters_are_the_papers():
+def test_parameters():
     # The paper's table 1: the kernels of every inception module, and the biases that it leaves out.
     total, inputs = (7 * 7 * 3 + 1) * 64 + (64 + 1) * 64 + (9 * 64 + 1) * 192, 192
     for widths in [module for stage in STAGES for module in stage]:
@@ -36,7 +36,7 @@ def test_what_crosses():
     assert shapes == [(2, side, side, c) for side, c in zip(sides, channels, strict=True)] + [(2, 1000)]
 
 
-def test_heads_are_computed_in_training_alone():
+def test_heads_in_training():
     graph, params, stats = split(make("googlenet"))
     batch = make_batch("googlenet")
     run = {
@@ -49,7 +49,7 @@ def test_heads_are_computed_in_training_alone():
         GoogLeNet(*IMAGENET, auxiliary=(2, 9), rngs=nnx.Rngs(0))
 
 
-def test_the_loss_weighs_the_heads():
+def test_weights_of_heads():
     rng = np.random.default_rng(0)
     logits, labels = jnp.asarray(rng.normal(size=(3, 4, 5))), jnp.arange(4)
     losses = [optax.softmax_cross_entropy_with_integer_labels(x, labels).mean() for x in logits]

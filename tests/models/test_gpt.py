@@ -18,7 +18,7 @@ def test_parameters():
     assert count(PAPERS) == 8 * layer + 2 * 256 * 256 + 2 * 256 + 256 * 256 == 6_515_200
 
 
-def test_initial_values_are_those_of_gpt_2():
+def test_initial_values():
     """Radford et al. (2019) and their code: normal, 0.02; in residual sums by the root of their number, 2 * layers."""
     blocks = Gpt(256, 64, layers=3, width=64, heads=4, rngs=nnx.Rngs(0)).blocks
     params = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.state(blocks))}
@@ -37,7 +37,7 @@ def test_what_crosses():
     assert crossing(partial(Gpt, 256, 8, layers=2, width=12, heads=2), batch) == [(3, 8, 12)] * 3 + [(3, 8, 256)]
 
 
-def test_the_output_is_the_papers():
+def test_outputs():
     """GPT-2's layers in NumPy, one head and one row at a time."""
     model = make("gpt")
     text = TWINS["gpt"][1](2)["text"]
@@ -73,7 +73,7 @@ def test_the_output_is_the_papers():
         np.testing.assert_allclose(outputs[row], dense(last.dense, norm(last.norm, x)), rtol=2e-4, atol=2e-4)
 
 
-def test_a_byte_is_predicted_from_those_before_it():
+def test_causality():
     model, text = make("gpt"), TWINS["gpt"][1](1)["text"]
     variant = text.copy()
     variant[0, 5] ^= 1
@@ -82,7 +82,7 @@ def test_a_byte_is_predicted_from_those_before_it():
     assert (one[0, 5:] != two[0, 5:]).any(axis=1).all()
 
 
-def test_a_text_that_is_too_long_is_refused():
+def test_long_texts():
     text = jnp.zeros((1, 12), jnp.uint8)
     with pytest.raises(ValueError, match=r"got 11 of them for 8 places. Make the model with more"):
         make("gpt")({"text": text})

@@ -48,7 +48,7 @@ def train(dense, exchange, workers, make):
 
 @pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
 @pytest.mark.parametrize("use_bias", [True, False])
-def test_outside_of_the_axis_it_is_the_linear_layer(use_bias, dtype):
+def test_outside_the_axis(use_bias, dtype):
     layers = [kind(12, 5, use_bias=use_bias, dtype=dtype, rngs=nnx.Rngs(3)) for kind in (LateLinear, nnx.Linear)]
     states = [nnx.to_pure_dict(nnx.state(layer, nnx.Param)) for layer in layers]
     jax.tree.map(np.testing.assert_array_equal, *states)
@@ -58,7 +58,7 @@ def test_outside_of_the_axis_it_is_the_linear_layer(use_bias, dtype):
     np.testing.assert_array_equal(late, linear)
 
 
-def test_it_trains_as_the_linear_layer_does():
+def test_training():
     plan = jc.planner.plan_late_multiply(split(nnx.Linear)[1], ROWS, K)
     assert [plan.mode(f"blocks/{index}") for index in range(2)] == ["late", "reduce"]
     expected = train(nnx.Linear, jc.plump_dp(), K, jc.simulate)
@@ -69,7 +69,7 @@ def test_it_trains_as_the_linear_layer_does():
 
 
 @pytest.mark.parametrize("mode", ["late", "reduce"])
-def test_its_mode_and_axis_are_those_of_late_multiply(mode):
+def test_modes_and_axes(mode):
     dense = partial(LateLinear, mode=mode, axis_name="workers")
     graph, params = split(dense)
     tx, mesh = jc.chain(jc.plump_dp(axis_name="workers"), optax.sgd(0.1)), jc.make_mesh(workers=K)
@@ -84,6 +84,6 @@ def test_its_mode_and_axis_are_those_of_late_multiply(mode):
         step.trace(state, batches()[0])
 
 
-def test_a_sharding_of_the_outputs_is_refused():
+def test_a_sharding_of_outputs():
     with pytest.raises(ValueError, match=r"out_sharding must be None, .*; got .*data"):
         LateLinear(2, 3, rngs=nnx.Rngs(0))(jnp.ones((1, 2)), out_sharding=jax.sharding.PartitionSpec("data"))

@@ -15,11 +15,11 @@ IMAGENET = ((224, 224, 3), 1000)
 
 
 @pytest.mark.parametrize(("layers", "parameters"), [(RESNET50, 25_557_032), (RESNET101, 44_549_160)])
-def test_parameters_are_torchvisions(layers, parameters):
+def test_parameters(layers, parameters):
     assert count(partial(ResNet, *IMAGENET, layers=layers)) == parameters
 
 
-def test_tensors_are_those_of_the_benchmarks():
+def test_tensors_of_the_benchmarks():
     model = abstract(partial(ResNet, *IMAGENET))
     shapes = [leaf.shape for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))]
     assert sorted(shapes) == sorted(resnet50())
@@ -45,7 +45,7 @@ def test_what_crosses(stem, side, first):
     assert shapes[-1] == (2, 10)
 
 
-def test_an_abstract_model_can_be_cut():
+def test_abstract_models():
     first, second = cut(abstract(partial(ResNet, *IMAGENET)), (8,))
     sizes = [sum(leaf.size for leaf in jax.tree.leaves(stage.params)) for stage in (first, second)]
     assert sum(sizes) == 25_557_032

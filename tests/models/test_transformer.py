@@ -17,7 +17,7 @@ IWSLT = partial(Transformer, 8848, 6632)  # the vocabularies of fairseq's IWSLT'
 BATCH = {"source": ((2, 7), np.int32), "target": ((2, 6), np.int32)}
 
 
-def test_parameters_are_fairseqs():
+def test_parameters():
     attention, norm, expansion = 4 * (512 + 1) * 512, 2 * 512, (512 + 1) * 1024 + (1024 + 1) * 512
     layers = 6 * (attention + expansion + 2 * norm) + 6 * (2 * attention + expansion + 3 * norm)
     tables = (8848 + 6632) * 512
@@ -35,7 +35,7 @@ def test_what_crosses():
 
 
 @pytest.mark.slow
-def test_the_papers_cuts_are_after_the_relu():
+def test_cuts_after_the_relu():
     untied = partial(small_transformer, layers=6, tied=False)
     model, shapes = abstract(untied), crossing(untied, BATCH)
     for stages, layers in (
@@ -59,7 +59,7 @@ def test_the_papers_cuts_are_after_the_relu():
             model.cuts_after_relu(encoder=(wrong,))
 
 
-def test_what_the_relu_lets_through_is_not_negative():
+def test_activations_of_the_relu():
     model = filled(partial(small_transformer, layers=2, tied=False))
     batch = make_batch("transformer")
     for at in model.cuts_after_relu(encoder=(2,), decoder=(1,)):
@@ -70,7 +70,7 @@ def test_what_the_relu_lets_through_is_not_negative():
         assert np.all(np.asarray(x[-1]) >= 0)
 
 
-def test_embeddings_are_scaled_and_every_layer_ends_in_a_normalisation():
+def test_scales_and_normalisation():
     model, batch = filled(partial(small_transformer, tied=False, dropout=0.0)), make_batch("transformer")
     embedded = model.blocks[0](None, batch)
     table = np.asarray(model.blocks[0].embedding.table[...])
@@ -85,7 +85,7 @@ def test_embeddings_are_scaled_and_every_layer_ends_in_a_normalisation():
 
 
 @pytest.mark.parametrize("tied", slow_except([True, False], True))
-def test_a_token_sees_those_before_it_and_no_padding(tied):
+def test_causality_and_padding(tied):
     graph, params, stats = split(filled(partial(small_transformer, layers=2, tied=tied)))
     run = jax.jit(lambda batch: apply(graph, params, stats, batch, training=False)[0])
     batch = make_batch("transformer")
@@ -99,7 +99,7 @@ def test_a_token_sees_those_before_it_and_no_padding(tied):
     assert np.abs(reverse - logits).max() > 1e-2
 
 
-def test_an_unknown_token_is_not_anothers():
+def test_unknown_tokens():
     graph, params, stats = split(filled(small_transformer))
     batch = make_batch("transformer")
     run = jax.jit(partial(apply, graph, training=False))
@@ -110,7 +110,7 @@ def test_an_unknown_token_is_not_anothers():
 
 
 @pytest.mark.slow
-def test_smoothed_losses_are_optaxs_without_padding():
+def test_smoothed_losses():
     rng = np.random.default_rng(0)
     logits, target = jnp.asarray(rng.normal(size=(3, 4, 7)), jnp.float32), rng.integers(3, 7, (3, 5))
     target[1, 3:] = 0
@@ -125,7 +125,7 @@ def test_smoothed_losses_are_optaxs_without_padding():
     np.testing.assert_array_equal(np.asarray(gradient)[~real], 0)
 
 
-def test_heads_share_the_features():
+def test_heads():
     with pytest.raises(ValueError, match=r"got 8 features for 3 heads. Give a multiple of 3"):
         abstract(partial(Transformer, 11, 13, width=8, heads=3))
     with pytest.raises(ValueError, match=r"got 9. Give an even width"):

@@ -67,7 +67,7 @@ def every_cut(name):
 
 
 @EACH
-def test_stages_hold_the_models_parameters_between_them(name):
+def test_parameters_of_stages(name):
     model = make(name)
     whole = split(model)
     blocks = nnx.to_pure_dict(nnx.state(model, nnx.Param))["blocks"]
@@ -86,7 +86,7 @@ def test_stages_hold_the_models_parameters_between_them(name):
 
 
 @EACH
-def test_the_fold_over_stages_is_the_model(name):
+def test_stages_are_the_model(name):
     model = make(name)
     whole = split(model)
     outputs, stats, _ = trained(name)
@@ -94,7 +94,7 @@ def test_the_fold_over_stages_is_the_model(name):
 
 
 @EACH
-def test_no_parameter_is_dead(name):
+def test_dead_parameters(name):
     _, _, gradients = trained(name)
     assert len(jax.tree.leaves(gradients)) == len(jax.tree.leaves(split(make(name)).params))
     rounding = 1e-6 * max(np.abs(gradient).max() for gradient in jax.tree.leaves(gradients))
@@ -107,7 +107,7 @@ def test_no_parameter_is_dead(name):
 
 
 @EACH
-def test_bfloat16_computes_with_float32_parameters(name):
+def test_bfloat16(name):
     model, exact = make(name, dtype=jnp.bfloat16), split(make(name))
     graph, params, stats = split(model)
     close(params, exact.params, 0)
@@ -124,7 +124,7 @@ def test_bfloat16_computes_with_float32_parameters(name):
 
 
 @EACH
-def test_training_draws_by_the_rows_numbers_and_evaluation_does_not(name):
+def test_draws_by_rows(name):
     model, batch = make(name), make_batch(name)
     whole = split(model)
     layers = [module for _, module in nnx.iter_modules(model) if isinstance(module, Dropout)]
@@ -143,7 +143,7 @@ def test_training_draws_by_the_rows_numbers_and_evaluation_does_not(name):
 
 
 @EACH
-def test_rows_do_not_mix_in_evaluation(name):
+def test_rows_do_not_mix(name):
     whole, batch = split(make(name)), make_batch(name)
     variant = {key: value.at[0].set(value[2]) for key, value in batch.items()}
     first, second = (evaluator(name)(whole.params, whole.stats, rows)[0] for rows in (batch, variant))
@@ -155,7 +155,7 @@ def test_rows_do_not_mix_in_evaluation(name):
 @pytest.mark.slow
 @EACH
 @pytest.mark.parametrize("is_graph", [True, False])
-def test_models_work_in_nnxs_graph_mode_and_tree_mode(name, is_graph):
+def test_graph_and_tree_mode(name, is_graph):
     with nnx.set_graph_mode(is_graph):
         model = make(name)
         graph, params, stats = split(model)

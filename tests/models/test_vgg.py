@@ -10,7 +10,7 @@ from tests.refusals import refused
 VGG16 = partial(Vgg, (224, 224, 3), 1000)
 
 
-def test_parameters_are_the_papers():
+def test_parameters():
     # Configuration D of the paper's table 1.
     widths = [3, 64, 64, 128, 128, *[256] * 3, *[512] * 6]
     dense = [(7 * 7 * 512, 4096), (4096, 4096), (4096, 1000)]
@@ -20,7 +20,7 @@ def test_parameters_are_the_papers():
     assert round(in_dense / 1e6, 1) == 123.6
 
 
-def test_dropout_is_before_the_last_two_dense_layers():
+def test_dropout():
     layers = [block.dropout for block in abstract(VGG16).blocks[13:]]
     assert [layer and layer.rate for layer in layers] == [None, 0.5, 0.5]
 
@@ -44,6 +44,6 @@ def test_what_crosses():
     ]
 
 
-def test_images_that_nothing_is_left_of_are_refused():
+def test_images_too_small():
     abstract(partial(Vgg, (32, 32, 3), 10))
     refused(lambda: abstract(partial(Vgg, (32, 31, 3), 10)), "An image", "got a side of 1 pixels")

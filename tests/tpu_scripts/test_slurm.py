@@ -47,7 +47,7 @@ def test_a_dry_run_leaves_nothing(world):
     assert world.files() == before
 
 
-def test_without_gpus_there_is_a_task_a_node(world):
+def test_without_gpus(world):
     assert world.call("slurm_submit", "digits", **ASKED).returncode == 0
     (call,) = world.calls()
     assert "--ntasks-per-node=1" in call
@@ -64,13 +64,13 @@ def test_without_gpus_there_is_a_task_a_node(world):
         ([], {}, "must be given an experiment's name"),
     ],
 )
-def test_words_that_cannot_be_used(world, words, variables, message):
+def test_bad_words(world, words, variables, message):
     ended = world.call("slurm_submit", *words, **(ASKED | variables))
     assert (ended.returncode, world.calls()) == (2, [])
     assert message in ended.stderr
 
 
-def test_the_job_tells_its_tasks_who_they_are(job):
+def test_numbers_of_tasks(job):
     ended = job.call("slurm_job", "digits", *AWKWARD)
     assert ended.returncode == 0, ended.stderr
     for task in "01":
@@ -84,7 +84,7 @@ def test_the_job_tells_its_tasks_who_they_are(job):
     assert not any("requeue" in call for call in job.calls())
 
 
-def test_a_job_whose_number_is_none_runs_nothing_of_it(job):
+def test_a_bad_number(job):
     ended = job.call("slurm_job", "digits", SLURM_JOB_ID="x[$(touch run)]")
     assert (ended.returncode, (job.checkout / "run").exists()) == (2, False)
     assert "SLURM_JOB_ID must be a whole number of at least 1; got 'x[$(touch run)]'" in ended.stderr
@@ -92,14 +92,14 @@ def test_a_job_whose_number_is_none_runs_nothing_of_it(job):
 
 @pytest.mark.parametrize("inputs", [["--out", "a b"], ["--out=a b"]])
 @pytest.mark.parametrize(("restarts", "begun", "resumes"), [("1", True, True), ("1", False, False), ("0", True, False)])
-def test_a_job_that_was_queued_again_goes_on_with_what_it_has_begun(job, inputs, restarts, begun, resumes):
+def test_queued_again_goes_on(job, inputs, restarts, begun, resumes):
     if begun:
         (job.checkout / "a b" / "digits").mkdir(parents=True)
     assert job.call("slurm_job", "digits", *inputs, SLURM_RESTART_COUNT=restarts).returncode == 0
     assert job.trained("any", "0")[0][3:] == [*(["--resume"] if resumes else []), *inputs]
 
 
-def test_before_the_limit_the_tasks_save_and_the_job_is_queued_again(job):
+def test_the_limit_queues_again(job):
     job.behave("any", UNTIL_TERM)
     process = job.script("slurm_job", "digits")
     for task in "01":
@@ -113,7 +113,7 @@ def test_before_the_limit_the_tasks_save_and_the_job_is_queued_again(job):
     assert calls[-2:] == ["scancel --signal=TERM 4711", "scontrol requeue 4711"]
 
 
-def test_a_task_that_fails_before_the_limit_is_not_queued_again(job):
+def test_a_failure_is_not_queued_again(job):
     job.behave("any", 'trap "exit 5" TERM; touch "up$SLURM_PROCID"; while :; do sleep 0.05; done')
     process = job.script("slurm_job", "digits")
     for task in "01":

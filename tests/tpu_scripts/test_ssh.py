@@ -37,7 +37,7 @@ def hosts(world):
     return str(world.folder / "hosts")
 
 
-def test_every_host_is_told_its_number_and_gets_awkward_words(pair):
+def test_numbers_and_awkward_words(pair):
     ended = pair.call("ssh_run", "--resume", hosts(pair), "digits", *AWKWARD, JAXCOMM_PORT="1234")
     assert ended.returncode == 0, ended.stderr
     for index, name in enumerate(("me@h0", "h1")):
@@ -52,14 +52,14 @@ def test_every_host_is_told_its_number_and_gets_awkward_words(pair):
         assert f"[{name}] training\n" in ended.stdout
 
 
-def test_the_first_host_is_the_coordinator_by_its_own_name(pair):
+def test_the_coordinator(pair):
     (pair.folder / "hosts").write_text("me@h0\nh1")
     assert pair.call("ssh_run", hosts(pair), "digits").returncode == 0
     assert pair.trained("h1")[1]["JAXCOMM_COORDINATOR"] == "h0:9777"
 
 
 @pytest.mark.parametrize("verb", ["ssh_run", "ssh_setup"])
-def test_a_dry_run_prints_what_is_run_and_runs_nothing(pair, verb):
+def test_a_dry_run(pair, verb):
     words = [hosts(pair), *(["digits", *AWKWARD] if verb == "ssh_run" else [])]
     process = pair.call(verb, "--dry-run", *words)
     assert process.returncode == 0, process.stderr
@@ -72,7 +72,7 @@ def test_a_dry_run_prints_what_is_run_and_runs_nothing(pair, verb):
     assert "\n".join(line for line in commands.splitlines() if not line.startswith("git ")) == calls
 
 
-def test_setup_brings_every_host_the_tree(world):
+def test_setup(world):
     (world.folder / "hosts").write_text("h0\nh1\n")
     (world.checkout / "new file").write_text("text")
     for name in ("h0", "h1"):
@@ -96,7 +96,7 @@ def test_setup_brings_every_host_the_tree(world):
         (None, ["digits"], "The file of hosts must be one that can be read"),
     ],
 )
-def test_hosts_that_cannot_be_used(world, text, words, message):
+def test_bad_hosts(world, text, words, message):
     if text is not None:
         (world.folder / "hosts").write_text(text)
     ended = world.call("ssh_run", hosts(world), *words)
@@ -104,7 +104,7 @@ def test_hosts_that_cannot_be_used(world, text, words, message):
     assert message in ended.stderr
 
 
-def test_a_port_that_is_none(world):
+def test_a_bad_port(world):
     (world.folder / "hosts").write_text("h0\n")
     for port in ("99999", "http", "1" * 20):
         ended = world.call("ssh_run", hosts(world), "digits", JAXCOMM_PORT=port)
@@ -122,7 +122,7 @@ def test_a_port_that_is_none(world):
     ],
     ids=["launcher TERM", "launcher INT", "terminal HUP", "terminal INT"],
 )
-def test_signals_reach_every_trainer(pair, send, number, behaviour, code):
+def test_signals(pair, send, number, behaviour, code):
     """Sent to the launcher alone, or, as by a terminal, also to the ssh that it has started."""
     for name in ("me@h0", "h1"):
         pair.behave(name, behaviour)
@@ -136,7 +136,7 @@ def test_signals_reach_every_trainer(pair, send, number, behaviour, code):
         assert "[h1] saved\n" in out
 
 
-def test_one_that_fails_stops_the_others_and_gives_its_code(pair):
+def test_one_failure_stops_all(pair):
     pair.behave("me@h0", UNTIL_TERM)
     pair.behave("h1", "while [ ! -e enough ]; do sleep 0.05; done; echo broken; exit 7")
     process = pair.script("ssh_run", hosts(pair), "digits")
@@ -149,7 +149,7 @@ def test_one_that_fails_stops_the_others_and_gives_its_code(pair):
     assert "ssh_run: h1 ended with 7.\nssh_run: Stopping the others.\n" in err
 
 
-def test_one_that_does_not_stop_is_killed_after_the_grace(pair):
+def test_kill_after_the_grace(pair):
     pair.behave("me@h0", DEAF)
     pair.behave("h1", "while [ ! -e ../../me@h0/jaxcomm/up ]; do sleep 0.05; done; exit 3")
     ended = pair.call("ssh_run", hosts(pair), "digits", JAXCOMM_GRACE_SECONDS="1")
@@ -158,7 +158,7 @@ def test_one_that_does_not_stop_is_killed_after_the_grace(pair):
     assert "me@h0 ended with 137." in ended.stderr
 
 
-def test_a_host_that_is_not_reached_stops_the_others(pair):
+def test_an_unreachable_host(pair):
     (pair.folder / "hosts").write_text("me@h0\nunreachable\n")
     pair.behave("me@h0", UNTIL_TERM)
     ended = pair.call("ssh_run", hosts(pair), "digits")
@@ -167,7 +167,7 @@ def test_a_host_that_is_not_reached_stops_the_others(pair):
 
 
 @pytest.mark.parametrize("behaviour", [UNTIL_TERM, DEAF], ids=["listens", "deaf"])
-def test_hosts_stop_when_the_launcher_dies(pair, behaviour):
+def test_the_launcher_dies(pair, behaviour):
     for name in ("me@h0", "h1"):
         pair.behave(name, behaviour)
     process = pair.script("ssh_run", hosts(pair), "digits", JAXCOMM_GRACE_SECONDS="1")
@@ -181,7 +181,7 @@ def test_hosts_stop_when_the_launcher_dies(pair, behaviour):
     process.communicate(timeout=20)
 
 
-def test_a_signal_to_the_script_on_the_host_goes_on_to_the_trainer(world):
+def test_signals_through_the_script(world):
     """The end of the session, or of the machine."""
     world.install("h0")
     world.behave("h0", 'trap "sleep 0.5; echo saved; exit 0" TERM; touch up; while :; do sleep 0.05; done')
@@ -199,7 +199,7 @@ def test_a_signal_to_the_script_on_the_host_goes_on_to_the_trainer(world):
     process.stdin.close()
 
 
-def test_a_host_that_trains_already_refuses_another_run(pair):
+def test_a_host_that_trains(pair):
     for name in ("me@h0", "h1"):
         pair.behave(name, UNTIL_TERM)
     first = pair.script("ssh_run", hosts(pair), "digits")
@@ -213,7 +213,7 @@ def test_a_host_that_trains_already_refuses_another_run(pair):
 
 
 @pytest.mark.slow
-def test_two_hosts_train_digits_and_save_on_sigterm(world):
+def test_two_hosts_train(world):
     """The launcher, a copy of the tree on each host, and the trainer's own two processes."""
     for name in ("train", "configs", "models", "jaxcomm"):
         shutil.copytree(ROOT / name, world.checkout / name, ignore=shutil.ignore_patterns("__pycache__"))

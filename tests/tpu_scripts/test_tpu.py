@@ -51,7 +51,7 @@ def give_metadata(world, environment="ACCELERATOR_TYPE: 'v5litepod-16'\nZONE: 'u
         (folder / "tpu-env").write_text(environment.replace("{slice}", str(index // workers)))
 
 
-def test_create_makes_a_tpu_vm_once(tpu):
+def test_create(tpu):
     process = tpu.call("create", "--spot", "--network=a b")
     assert process.returncode == 0, process.stderr
     lists = f"gcloud compute tpus tpu-vm list {WHERE} --format=value\\(name.basename\\(\\)\\,state\\)"
@@ -68,7 +68,7 @@ def test_create_makes_a_tpu_vm_once(tpu):
     assert "my-tpu exists already, and is READY." in repeat.stderr
 
 
-def test_create_asks_for_several_slices_at_once_and_waits_for_them(tpu):
+def test_create_slices(tpu):
     (tpu.folder / "states").write_text("WAITING_FOR_RESOURCES\nPROVISIONING\nACTIVE\n")
     process = tpu.call("create", **TWO)
     assert process.returncode == 0, process.stderr
@@ -89,7 +89,7 @@ def test_create_asks_for_several_slices_at_once_and_waits_for_them(tpu):
     ("state", "message"),
     [("FAILED", "delete, then create"), ("PREEMPTED", "delete, then create"), ("STOPPED", "tpu-vm start my-tpu")],
 )
-def test_create_does_not_wait_for_what_never_comes(tpu, state, message):
+def test_create_gives_up(tpu, state, message):
     (tpu.folder / "states").write_text(f"CREATING\n{state}\n")
     process = tpu.call("create")
     assert process.returncode == 1
@@ -98,7 +98,7 @@ def test_create_does_not_wait_for_what_never_comes(tpu, state, message):
 
 
 @pytest.mark.parametrize("verb", ["create", "delete"])
-def test_a_failing_gcloud_is_not_a_missing_tpu(tpu, verb):
+def test_a_failing_gcloud(tpu, verb):
     (tpu.folder / "broken").touch()
     ended = tpu.call(verb)
     assert ended.returncode == 1
@@ -133,7 +133,7 @@ DRY += [(verb, INTERNAL) for verb in ("create", "run")]
 
 
 @pytest.mark.parametrize(("verb", "variables"), DRY)
-def test_a_dry_run_prints_what_is_run_and_runs_nothing(ready, verb, variables):
+def test_a_dry_run(ready, verb, variables):
     if verb == "create":
         (ready.folder / "tpu").write_text("")
     if verb == "logs":
@@ -162,7 +162,7 @@ NEEDED = [("create", name) for name in list(TPU)[:5]] + [
 
 
 @pytest.mark.parametrize(("verb", "name"), NEEDED)
-def test_a_missing_variable_is_named_and_nothing_is_called(tpu, verb, name):
+def test_a_missing_variable(tpu, verb, name):
     ended = tpu.call(verb, *(["digits"] if verb == "run" else []), **{name: ""})
     assert ended.returncode == 2
     assert f"{verb}: {name} must be the " in ended.stderr
@@ -183,7 +183,7 @@ def test_a_missing_variable_is_named_and_nothing_is_called(tpu, verb, name):
         ("setup", ["now"], {}, "got 'now'"),
     ],
 )
-def test_words_that_cannot_be_used(tpu, verb, words, variables, message):
+def test_bad_words(tpu, verb, words, variables, message):
     ended = tpu.call(verb, *words, **variables)
     assert (ended.returncode, tpu.calls()) == (2, [])
     assert message in ended.stderr
@@ -193,7 +193,7 @@ NAMES = ("--flags-file=/etc/passwd", "-v", "../my-tpu", "my-tpu/..", "my tpu", "
 
 
 @pytest.mark.parametrize(("verb", "name"), [*((verb, NAMES[0]) for verb in VERBS), *(("setup", n) for n in NAMES[1:])])
-def test_a_name_that_gcloud_or_a_path_would_read_otherwise_is_refused(tpu, verb, name):
+def test_bad_names(tpu, verb, name):
     before = tpu.files()
     ended = tpu.call(verb, *(["digits"] if verb == "run" else []), JAXCOMM_TPU_NAME=name)
     assert (ended.returncode, tpu.calls(), tpu.files()) == (2, [], before)
@@ -202,7 +202,7 @@ def test_a_name_that_gcloud_or_a_path_would_read_otherwise_is_refused(tpu, verb,
 
 
 @pytest.mark.parametrize("dry", [[], ["--dry-run"]], ids=["", "dry"])
-def test_setup_neither_follows_nor_removes_what_others_put_into_the_temporary_folder(ready, dry):
+def test_setup_in_a_shared_temporary_folder(ready, dry):
     """Its own file has a name that nobody can know before."""
     precious = ready.folder / "precious"
     precious.write_text("mine")
@@ -221,7 +221,7 @@ def test_setup_neither_follows_nor_removes_what_others_put_into_the_temporary_fo
     assert len(set(files)) == len(files) == (0 if dry else 2)
 
 
-def test_setup_copies_what_git_knows_and_installs_it_again_and_again(tpu):
+def test_setup_again(tpu):
     (tpu.folder / "tpu").write_text("READY\n")
     (tpu.checkout / "runs").mkdir()
     (tpu.checkout / "runs" / "large").touch()
@@ -243,7 +243,7 @@ def test_setup_copies_what_git_knows_and_installs_it_again_and_again(tpu):
     assert not list(tpu.folder.glob("*.tar.gz"))
 
 
-def test_install_makes_an_environment_of_a_python_that_is_new_enough(world):
+def test_a_python_that_is_new_enough(world):
     """The images of TPU VMs have Python 3.10 as python3; if there is no newer one, uv fetches one."""
     world.install("w0")
     machine = world.machine("w0")
@@ -283,7 +283,7 @@ def test_install_makes_an_environment_of_a_python_that_is_new_enough(world):
     ]
 
 
-def test_run_starts_every_process_of_a_slice_with_its_number_and_awkward_words(ready):
+def test_run_of_a_slice(ready):
     process = ready.call("run", "digits", *AWKWARD)
     assert process.returncode == 0, process.stderr
     for index, name in enumerate(("w0", "w1")):
@@ -302,7 +302,7 @@ def test_run_starts_every_process_of_a_slice_with_its_number_and_awkward_words(r
     assert "[w1]" not in ready.call("logs").stdout
 
 
-def test_run_numbers_the_processes_of_several_slices_and_passes_slices(ready):
+def test_run_of_several_slices(ready):
     (ready.folder / "workers").write_text("w0 w1 w2 w3\n")
     ready.install("w2", "w3")
     give_metadata(
@@ -321,7 +321,7 @@ def test_run_numbers_the_processes_of_several_slices_and_passes_slices(ready):
     assert all("queued-resources ssh my-tpu" in call and "--node=all --worker=all" in call for call in calls)
 
 
-def test_a_worker_whose_number_is_none_runs_nothing_of_it(ready):
+def test_a_bad_number(ready):
     give_metadata(ready)
     (ready.folder / "machines" / "w0" / "metadata" / "agent-worker-number").write_text("x[$(touch touched)]")
     ended = ready.call("run", "digits")
@@ -330,7 +330,7 @@ def test_a_worker_whose_number_is_none_runs_nothing_of_it(ready):
     assert not [*ready.folder.rglob("touched")]
 
 
-def test_a_second_run_is_refused_on_all_while_one_worker_is_busy_and_stop_saves(ready):
+def test_a_second_run_and_stop(ready):
     ready.behave("w1", LONG)
     assert ready.call("run", "digits").returncode == 0
     wait_for((ready.machine("w0") / "logs" / "digits.exit").exists)
@@ -354,7 +354,7 @@ def test_a_second_run_is_refused_on_all_while_one_worker_is_busy_and_stop_saves(
     assert ready.call("run", "--run", "second", "digits").returncode == 0
 
 
-def test_a_run_lives_on_without_the_launcher_and_logs_follow_it_to_its_end(ready):
+def test_logs_without_the_launcher(ready):
     ready.behave("w0", "while [ ! -e enough ]; do sleep 0.05; done; echo last; exit 7")
     begin = time.monotonic()
     assert ready.call("run", "digits").returncode == 0  # though the trainer still runs
@@ -366,7 +366,7 @@ def test_a_run_lives_on_without_the_launcher_and_logs_follow_it_to_its_end(ready
     assert time.monotonic() - begin < 20
 
 
-def test_a_pid_file_that_a_reboot_has_left_stops_nobody(ready):
+def test_a_stale_pid_file(ready):
     with subprocess.Popen(["sleep", "60"]) as stranger:
         for name, text in (("w0", f"{stranger.pid} 12345\n"), ("w1", "999999999 1\n")):
             (ready.machine(name) / "logs").mkdir()
@@ -380,7 +380,7 @@ def test_a_pid_file_that_a_reboot_has_left_stops_nobody(ready):
             stranger.kill()
 
 
-def test_a_process_that_was_killed_left_no_code(ready):
+def test_a_killed_process(ready):
     ready.behave("w0", LONG)
     assert ready.call("run", "digits").returncode == 0
     pid = int((ready.machine("w0") / "logs" / "digits.pid").read_text().split()[0])

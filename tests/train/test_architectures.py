@@ -28,7 +28,7 @@ def mlp(blocks):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_takes_its_kind_of_data_alone(name):
+def test_kinds_of_data(name):
     """Models with their own kind of data are tested with the experiments, in `tests/configs`."""
     local = {"dlrm": CLICKS, "transformer": TRANSLATIONS, "gpt": TEXT}.get(name, IMAGES)
     for info in (IMAGES, CLICKS, TRANSLATIONS, TEXT):
@@ -39,7 +39,7 @@ def test_a_model_takes_its_kind_of_data_alone(name):
         assert "dlrm takes clicks, transformer translations, gpt text, and the others images" in str(raised.value)
 
 
-def test_sizes_are_those_of_the_data():
+def test_sizes():
     dlrm = make("dlrm", CLICKS, dim=4, bottom=(8,), top=(8,))
     assert dlrm.blocks[2].table.shape == (sum(CLICKS.table_sizes), 4)
     sentences = transformer(1)
@@ -49,7 +49,7 @@ def test_sizes_are_those_of_the_data():
     assert images.blocks[1].layer.kernel.shape == (4, IMAGES.num_classes)
 
 
-def test_dtype_and_seed_reach_the_model():
+def test_dtype_and_seed():
     # Computed in bfloat16, with parameters of float32; the same seed makes the same parameters.
     model = make("mlp", IMAGES, dtype="bfloat16", hidden=(4,))
     assert model.blocks[0].layer.dtype == jnp.bfloat16
@@ -62,13 +62,13 @@ def test_dtype_and_seed_reach_the_model():
     assert not jnp.array_equal(first, variant)
 
 
-def test_another_name_is_refused():
+def test_another_name():
     refused(lambda: make("lenet", IMAGES), "A model", "got 'lenet'")
 
 
 # Gupta et al., KDD 2021, by the tables of blocks in the docstrings of `Dlrm` and `Transformer`.
 @pytest.mark.parametrize(("stages", "cuts"), [(1, ()), (2, (2,)), (3, (2, 7)), (4, (2, 4, 7))])
-def test_the_papers_cuts_of_a_dlrm(stages, cuts):
+def test_cuts_of_a_dlrm(stages, cuts):
     assert choose_cuts(make("dlrm", CLICKS), stages, None) == cuts
 
 
@@ -86,11 +86,11 @@ def test_the_papers_cuts_of_a_dlrm(stages, cuts):
         (6, 4, (7, 14, 20)),  # 27 blocks; the paper has no four stages
     ],
 )
-def test_the_papers_cuts_of_a_transformer(layers, stages, cuts):
+def test_cuts_of_a_transformer(layers, stages, cuts):
     assert choose_cuts(transformer(layers), stages, None) == cuts
 
 
-def test_the_papers_cuts_of_a_transformer_are_between_the_halves_of_a_layer():
+def test_cuts_inside_a_layer():
     model = transformer(6)
     for stages in (2, 3, 5):
         for index in choose_cuts(model, stages, None):
@@ -98,18 +98,18 @@ def test_the_papers_cuts_of_a_transformer_are_between_the_halves_of_a_layer():
 
 
 @pytest.mark.slow
-def test_a_tied_decoder_is_not_cut():
+def test_a_tied_decoder():
     assert choose_cuts(transformer(6, tied=True), 2, None) == (10,)
     with pytest.raises(ValueError, match=r"A tied model's decoder must not be cut.*tied=False"):
         choose_cuts(transformer(6, tied=True), 3, None)
 
 
-def test_a_dlrm_of_other_sizes_is_cut_evenly():
+def test_even_cuts_of_a_dlrm():
     assert choose_cuts(make("dlrm", CLICKS, bottom=(8,), top=(8,)), 2, None) == (2,)  # 5 blocks
     assert choose_cuts(make("dlrm", CLICKS), 5, None) == (2, 4, 5, 7)  # 9 blocks; the paper has no five stages
 
 
-def test_even_cuts_leave_no_stage_empty_and_none_much_larger():
+def test_even_cuts():
     for blocks in range(1, 10):
         model = mlp(blocks)
         for stages in range(1, blocks + 1):
@@ -120,7 +120,7 @@ def test_even_cuts_leave_no_stage_empty_and_none_much_larger():
             assert max(sizes) - min(sizes) <= 1
 
 
-def test_cuts_of_the_experiment_go_first():
+def test_cuts_of_the_experiment():
     assert choose_cuts(mlp(4), 3, (1, 2)) == (1, 2)
     assert choose_cuts(make("dlrm", CLICKS), 2, (4,)) == (4,)
 
@@ -133,6 +133,6 @@ def test_cuts_of_the_experiment_go_first():
         (2, (), r"A pipeline of 2 stages must have 1 cuts; got --cuts \(\)"),
     ],
 )
-def test_cuts_that_cannot_be_are_refused(stages, cuts, message):
+def test_bad_cuts(stages, cuts, message):
     with pytest.raises(ValueError, match=message):
         choose_cuts(mlp(4), stages, cuts)

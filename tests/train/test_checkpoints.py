@@ -39,7 +39,7 @@ def checkpoints(tmp_path):
     checkpoints.close()
 
 
-def test_what_was_saved_is_not_changed_by_donating_steps(checkpoints):
+def test_donation(checkpoints):
     """Saving goes on in the background, while the next steps overwrite the memory of the state."""
     _, state = make_state(4, size=2**20)
     fresh = make_state(4, size=2**20, seed=1)[1]
@@ -60,7 +60,7 @@ def test_what_was_saved_is_not_changed_by_donating_steps(checkpoints):
         assert all(jax.tree.leaves(jax.tree.map(np.array_equal, restored.state, expected)))
 
 
-def test_the_two_newest_are_kept_and_a_step_is_written_once(checkpoints):
+def test_the_two_newest(checkpoints):
     _, state = make_state(4)
     assert checkpoints.last() is None
     for number in (2, 5, 9):
@@ -73,7 +73,7 @@ def test_the_two_newest_are_kept_and_a_step_is_written_once(checkpoints):
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 6, 8])
-def test_another_number_of_workers_keeps_the_mean_over_the_rows(workers, checkpoints):
+def test_another_number_of_workers(workers, checkpoints):
     _, state = make_state(4)
     checkpoints.save(3, state, {"step": 3}, ABOUT)
     checkpoints.wait()
@@ -93,7 +93,7 @@ def test_another_number_of_workers_keeps_the_mean_over_the_rows(workers, checkpo
     assert np.array_equal(restored.state.params["kernel"], state.params["kernel"])
 
 
-def test_settings_that_differ_are_named_with_both_values(checkpoints):
+def test_other_settings(checkpoints):
     _, state = make_state(4)
     checkpoints.save(3, state, {"step": 3}, ABOUT)
     checkpoints.wait()
@@ -138,13 +138,13 @@ def two(checkpoints):
     return newest, messages
 
 
-def test_the_newest_is_read(two):
+def test_the_newest(two):
     newest, messages = two
     assert (newest().step, messages) == (9, [])
 
 
 @pytest.mark.parametrize("array", ["kernel", "residual", "threshold", "metrics"])
-def test_a_bit_that_was_flipped_is_found_and_the_one_before_is_read(array, two, checkpoints, tmp_path):
+def test_a_flipped_bit(array, two, checkpoints, tmp_path):
     newest, messages = two
     flip(array, checkpoints, 9, tmp_path)
     assert newest().step == 5
@@ -190,7 +190,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_passed_over(damage, two, checkpoints):
+def test_damage(damage, two, checkpoints):
     newest, messages = two
     DAMAGES[damage](checkpoints.folder / "9")
     restored = newest()
@@ -199,7 +199,7 @@ def test_a_damaged_checkpoint_is_passed_over(damage, two, checkpoints):
     assert messages[0].startswith("the checkpoint of step 9 is passed over, ")
 
 
-def test_if_none_can_be_read_nothing_is_begun_or_moved(two, checkpoints):
+def test_all_are_damaged(two, checkpoints):
     newest, messages = two
     for step in ("5", "9"):
         empty(checkpoints.folder / step)
@@ -209,14 +209,14 @@ def test_if_none_can_be_read_nothing_is_begun_or_moved(two, checkpoints):
     assert not list(checkpoints.folder.parent.glob("damaged*"))
 
 
-def test_settings_that_differ_are_no_damage(two, checkpoints):
+def test_other_settings_are_no_damage(two, checkpoints):
     newest, messages = two
     with pytest.raises(SettingsError, match=r"learning_rate 0\.1 \(now 0\.2\)"):
         newest(ABOUT | {"learning_rate": 0.2})
     assert messages == []
 
 
-def test_a_run_can_be_made_longer_and_not_shorter(checkpoints):
+def test_longer_but_not_shorter(checkpoints):
     _, state = make_state(4)
     checkpoints.save(3, state, {"step": 3}, ABOUT | {"steps": 10})
     checkpoints.wait()
@@ -227,12 +227,12 @@ def test_a_run_can_be_made_longer_and_not_shorter(checkpoints):
         checkpoints.restore(3, state, jc.resize_workers, ABOUT | {"steps": 8})
 
 
-def test_there_is_nothing_to_read_at_the_start(checkpoints):
+def test_an_empty_folder(checkpoints):
     _, state = make_state(4)
     assert checkpoints.newest(state, jc.resize_workers, ABOUT, print) is None
 
 
-def test_errors_that_cannot_be_caught_are_said_but_for_those_of_a_failed_write(checkpoints, monkeypatch):
+def test_errors_of_writes(checkpoints, monkeypatch):
     """After a failed write, TensorStore's threads call a closed event loop, once for every array."""
     messages = []
     monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: messages.append(str(unraisable.exc_value)))

@@ -29,7 +29,7 @@ TOPK = TopK(sparsity=0.9)
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("compile_once")
-def test_a_comparison_trains_every_setting_with_every_seed(tmp_path, capsys):
+def test_every_setting_and_seed(tmp_path, capsys):
     config = Comparison(seeds=2, rate="1mbit", out=tmp_path, json=tmp_path / "new" / "runs.json")
     compare(FEW, config, [("90%", TOPK), ("", DENSE)])
     runs = json.loads((tmp_path / "new" / "runs.json").read_text())
@@ -81,7 +81,7 @@ def trained(monkeypatch):
     return runs
 
 
-def test_a_comparison_that_is_stopped_keeps_its_runs_and_goes_on(trained, tmp_path, monkeypatch):
+def test_a_stop_and_a_resume(trained, tmp_path, monkeypatch):
     path, half = tmp_path / "runs.json", TopK(sparsity=0.5)
     settings = [("", DENSE), ("90%", TOPK), ("50%", half)]
     config = Comparison(seeds=2, out=tmp_path, json=path)
@@ -109,7 +109,7 @@ def test_a_comparison_that_is_stopped_keeps_its_runs_and_goes_on(trained, tmp_pa
     assert [row["accuracies"] for row in rows] == [[pytest.approx(x) for x in (50.0, 60.0, 70.0)]] * 3
 
 
-def test_delayed_methods_are_compared_with_dense_at_once(trained, tmp_path):
+def test_delayed_methods(trained, tmp_path):
     config = Comparison(seeds=1, delay=1, out=tmp_path, json=tmp_path / "runs.json")
     compare(FEW, config, [("", DENSE), ("90%", TOPK), ("p=2", PlumpDp(p=2))])
     assert trained == [(DENSE, 0), (DENSE, 0), (TOPK, 0)]
@@ -126,7 +126,7 @@ def test_delayed_methods_are_compared_with_dense_at_once(trained, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "name"), [({"steps": 7}, "steps is 3 and not 7"), ({"name": "other"}, "experiment is 'few' and not 'o")]
 )
-def test_a_file_of_another_comparison_is_refused(changes, name, trained, tmp_path):
+def test_another_comparison(changes, name, trained, tmp_path):
     config = Comparison(seeds=1, out=tmp_path, json=tmp_path / "runs.json")
     compare(FEW, config, [("", DENSE)])
     with pytest.raises(ValueError, match=f"--json must be a file of the same settings.*where {name}"):
@@ -135,7 +135,7 @@ def test_a_file_of_another_comparison_is_refused(changes, name, trained, tmp_pat
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["few-compare"]
 
 
-def test_the_command_line_reaches_the_comparison(monkeypatch, tmp_path):
+def test_the_command_line(monkeypatch, tmp_path):
     calls, devices = [], []
     monkeypatch.setattr(train.compare, "compare", lambda *arguments: calls.append(arguments))
     monkeypatch.setattr(train.compare, "prepare_jax", devices.append)
@@ -164,7 +164,7 @@ def test_the_command_line_reaches_the_comparison(monkeypatch, tmp_path):
         (["mnits"], f"An experiment must be one of {', '.join(CONFIGS)}; got 'mnits'"),
     ],
 )
-def test_bad_values_are_refused_before_anything_is_trained(argv, message, monkeypatch, tmp_path, capsys):
+def test_bad_values(argv, message, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(train.compare, "prepare_jax", lambda devices: None)
     name = [] if argv[0].startswith("--") else [argv.pop(0)]
     assert train.__main__.main(["compare", *name, "--out", str(tmp_path / "runs"), *argv]) == 2
@@ -172,7 +172,7 @@ def test_bad_values_are_refused_before_anything_is_trained(argv, message, monkey
     assert not (tmp_path / "runs").exists()
 
 
-def test_methods_are_chosen_by_name_and_dense_comes_first():
+def test_choice_of_methods():
     settings = {(method.name, label): method for label, method in SETTINGS}
     full = choose("all", settings)
     assert full == settings
@@ -190,7 +190,7 @@ def test_rates(rate, bits):
 
 
 @pytest.mark.parametrize("rate", ["", "100", "0mbit", "-1mbit", "mbit", "100 mbit", "1tbit", "1e3mbit"])
-def test_a_rate_that_is_none_is_refused(rate):
+def test_bad_rates(rate):
     with pytest.raises(ValueError, match="Write 100mbit, say"):
         bits_per_second(rate)
 
@@ -202,7 +202,7 @@ def run(accuracy):
     return {"scores": {"loss": 0.1, "accuracy": accuracy}, "seconds_per_step": 0.5} | of_run | curve
 
 
-def test_differences_are_paired_by_seed_and_have_an_interval():
+def test_differences_by_seed():
     """Differences of 0.9, 1.1 and 1.0 points: mean 1, deviation 0.1, Student's t of 2 degrees 4.3027."""
     dense = [98.9, 97.1, 99.0]
     record = summarise([run(0.98), run(0.96), run(0.98)], dense=dense, margin=0.3)
@@ -216,14 +216,14 @@ def test_differences_are_paired_by_seed_and_have_an_interval():
 
 
 @pytest.mark.parametrize(("margin", "verdict"), [(0.7, "worse"), (0.8, "not told apart"), (1.2, "not told apart")])
-def test_the_interval_and_the_margin_make_the_verdict(margin, verdict):
+def test_verdicts(margin, verdict):
     """From 0.75 to 1.25."""
     runs, dense = [run(0.98), run(0.96), run(0.98)], [98.9, 97.1, 99.0]
     assert summarise(runs, dense=dense, margin=margin)["verdict"] == verdict
     assert summarise(runs, dense=dense, margin=1.3)["verdict"] == "not worse"
 
 
-def test_one_seed_tells_nothing():
+def test_one_seed():
     for dense in (None, [99.0]):
         record = summarise([run(0.97)], dense=dense, margin=0.3)
         assert (record["below_low"], record["below_high"], record["verdict"]) == (None, None, "")
@@ -243,7 +243,7 @@ def records(count):
 
 
 @pytest.mark.parametrize("count", [2, 20])
-def test_the_figure_is_a_png_without_warnings(count, tmp_path):
+def test_the_figure(count, tmp_path):
     path = tmp_path / "new" / "figure.png"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -251,7 +251,7 @@ def test_the_figure_is_a_png_without_warnings(count, tmp_path):
     assert matplotlib.image.imread(path).shape[2] in (3, 4)
 
 
-def test_labels_cover_neither_each_other_nor_a_point():
+def test_labels():
     figure, axes = plt.subplots(figsize=(8, 8))
     points = [(1 + index % 3 / 100, 1 + index % 5 / 100) for index in range(12)]  # in the right upper corner
     axes.plot(*zip(*points, strict=True), "o")

@@ -48,7 +48,7 @@ def good(info, rows=6):
         (IMAGES, "label", (2,), 10, r"label of digits must be in \[0, 10\), the classes; got 10 in row 102"),
     ],
 )
-def test_what_no_model_can_take(info, name, place, value, message):
+def test_bad_batches(info, name, place, value, message):
     batch, numbers = good(info), np.arange(100, 106)
     check_rows(batch, info, numbers)
     batch[name][place] = value
@@ -56,13 +56,13 @@ def test_what_no_model_can_take(info, name, place, value, message):
         check_rows(batch, info, numbers)
 
 
-def test_the_largest_ids_are_good():
+def test_the_largest_ids():
     batch = good(CLICKS)
     batch["categories"][:] = np.array(CLICKS.table_sizes) - 1
     check_rows(batch, CLICKS, np.arange(6))
 
 
-def test_a_loader_refuses_them_as_the_reader_of_its_batches_asks(monkeypatch, tmp_path):
+def test_loaders_refuse_them(monkeypatch, tmp_path):
     """Its threads prepare batches ahead; the error comes with the batch that has the row."""
 
     class Rows:
@@ -86,7 +86,7 @@ def test_a_loader_refuses_them_as_the_reader_of_its_batches_asks(monkeypatch, tm
         list(loader.eval_batches("clicks", global_batch=5, data_dir=tmp_path))
 
 
-def test_checking_takes_no_time():
+def test_time_of_checking():
     batch, numbers = good(CLICKS, 128), np.arange(128)
     begin = time.perf_counter()
     for _ in range(100):

@@ -46,7 +46,7 @@ def test_the_log_never_changes(log):
     assert zlib.crc32(log[0].read_bytes()) == 3_581_166_740
 
 
-def test_more_rows_begin_with_the_same_ones(log, tmp_path):
+def test_more_rows(log, tmp_path):
     generate(100, 0, tmp_path / "few.tsv")
     few = (tmp_path / "few.tsv").read_bytes()
     assert few.count(b"\n") == 100
@@ -55,7 +55,7 @@ def test_more_rows_begin_with_the_same_ones(log, tmp_path):
     assert (tmp_path / "other.tsv").read_bytes() != few
 
 
-def test_the_teacher_scores_what_its_file_says(log, rows, teacher):
+def test_scores(log, rows, teacher):
     """Its scores can be computed from the log alone: a model sees all that the teacher sees."""
     read, ranks = rows
     numbers = np.rint(np.expm1(read["dense"].astype(np.float64))).astype(np.int64)
@@ -67,7 +67,7 @@ def test_the_teacher_scores_what_its_file_says(log, rows, teacher):
         assert facts[part]["auc"] == pytest.approx(auc(read["label"][of], logit[of]), rel=1e-9)
 
 
-def test_labels_follow_the_teachers_probabilities(teacher):
+def test_probabilities_of_labels(teacher):
     _, _, logit, label = teacher.draw(np.random.default_rng(5))
     p = expit(logit)
     bins = np.digitize(p, [0.05, 0.1, 0.2, 0.4, 0.6, 0.8])
@@ -82,14 +82,14 @@ def test_labels_follow_the_teachers_probabilities(teacher):
     assert abs(log_loss(label, logit) - entropy.mean()) < 5 * spread
 
 
-def test_interactions_add_nothing_to_single_categories(teacher):
+def test_interactions_add_nothing(teacher):
     for first, second in PAIRS:
         for column, partner in ((first, second), (second, first)):
             mean = teacher.vectors[column] @ (teacher.frequencies[partner] @ teacher.vectors[partner])  # (categories,)
             np.testing.assert_allclose(mean, 0, atol=1e-12)
 
 
-def test_interactions_have_the_variance_that_is_said(teacher):
+def test_variance_of_interactions(teacher):
     variance = 0.0
     for pair in PAIRS:  # of independent columns, so that their variances add up
         first, second = ((teacher.vectors[c].T * teacher.frequencies[c]) @ teacher.vectors[c] for c in pair)  # (4, 4)
@@ -98,7 +98,7 @@ def test_interactions_have_the_variance_that_is_said(teacher):
     assert variance == pytest.approx(click_teacher.PAIR_VARIANCE, rel=0.3)
 
 
-def test_categories_are_zipfs_and_some_are_empty(rows):
+def test_categories(rows):
     _, ranks = rows
     for column, size in enumerate(SIZES):
         counts = np.bincount(ranks[:, column], minlength=size)
@@ -110,7 +110,7 @@ def test_categories_are_zipfs_and_some_are_empty(rows):
     assert all(len(set(column.tolist())) == size for column, size in zip(make_teacher(0).bits, SIZES, strict=True))
 
 
-def test_some_numbers_are_empty_or_negative(teacher):
+def test_numbers(teacher):
     numbers, _, _, _ = teacher.draw(np.random.default_rng(6))
     assert numbers.min() == EMPTY
     empty = (numbers == EMPTY).mean(axis=0)
@@ -122,7 +122,7 @@ def test_some_numbers_are_empty_or_negative(teacher):
     assert teacher.logit(zero, ranks) == teacher.logit(zero + EMPTY, ranks) == teacher.logit(zero - 1, ranks)
 
 
-def test_products_of_categories_tell_what_categories_cannot(rows, log, teacher):
+def test_products_of_categories(rows, log, teacher):
     """A logistic regression of single columns stays far below the teacher; with the products, it comes close."""
     read, ranks = rows
     numbers = read["dense"].astype(np.float64)
@@ -144,7 +144,7 @@ def _one_hot(ids):
     return sparse.csr_matrix((np.ones(len(ids)), (np.arange(len(ids)), ids)))
 
 
-def test_labels_of_some_rows_may_be_all_alike(tmp_path):
+def test_equal_labels(tmp_path):
     facts = generate(7, 0, tmp_path / "log.tsv")
     assert facts["test"]["auc"] is None  # of one row
     assert len(parse((tmp_path / "log.tsv").read_bytes().splitlines())[0]) == 7

@@ -52,7 +52,7 @@ def prepare(tmp_path, lines, categories=Hashed(1000), **kwargs):  # noqa: B008
     return facts, messages
 
 
-def test_a_line_is_read():
+def test_a_line():
     rows, malformed = parse([line(b"1", [b"0", b"7", b"", b"-2", b"99999999"], [b"0000000a", b"", b"ffffffff", b"1F"])])
     assert not malformed
     assert rows["label"].tolist() == [1]
@@ -63,7 +63,7 @@ def test_a_line_is_read():
 
 
 @pytest.mark.parametrize("end", [b"", b"\n", b"\r\n"])
-def test_ends_of_lines_are_no_field(end):
+def test_ends_of_lines(end):
     rows, malformed = parse([line(b"1", categories=[b"ab"] * 26) + end])
     assert not malformed
     assert rows["categories"][0].tolist() == [0xAB] * 26
@@ -91,14 +91,14 @@ def test_ends_of_lines_are_no_field(end):
     ],
     ids=lambda value: repr(value)[-40:],
 )
-def test_a_malformed_line_is_explained(text, reason, detail):
+def test_explanations(text, reason, detail):
     rows, (malformed,) = parse([line(), text, line()], first=11)
     assert len(rows) == 2
     assert (malformed.line, malformed.reason) == (12, reason)
     assert malformed.detail.startswith(detail)
 
 
-def test_an_explanation_is_never_missing():
+def test_an_explanation_for_every_fault():
     """The fast pattern and the explanation of single fields implement one rule twice."""
     rng = np.random.default_rng(1)
     alphabet = np.frombuffer(b"01\t-afz9. \xff", np.uint8)
@@ -113,7 +113,7 @@ def test_an_explanation_is_never_missing():
 
 
 @pytest.mark.parametrize("compressed", [False, True])
-def test_a_log_is_read_in_pieces(tmp_path, monkeypatch, compressed):
+def test_pieces(tmp_path, monkeypatch, compressed):
     monkeypatch.setattr(click_parser, "LINES_AT_ONCE", 4)
     lines = some_lines(10)
     lines[5] = b"no row"
@@ -127,14 +127,14 @@ def test_a_log_is_read_in_pieces(tmp_path, monkeypatch, compressed):
     np.testing.assert_array_equal(np.concatenate([rows for rows, _ in pieces]), expected)
 
 
-def test_a_log_that_is_cut_off_is_refused(tmp_path):
+def test_a_short_log(tmp_path):
     path = write(tmp_path / "train.txt.gz", some_lines(500), compressed=True)
     path.write_bytes(path.read_bytes()[:-500])
     with pytest.raises(ValueError, match=r"compressed log must be whole; .* damaged after line 0 or within"):
         list(read_log(path, Counts()))
 
 
-def test_a_log_that_is_damaged_is_refused(tmp_path):
+def test_a_damaged_log(tmp_path):
     path = write(tmp_path / "train.txt.gz", some_lines(500), compressed=True)
     content = bytearray(path.read_bytes())
     content[2000:2100] = bytes(100)
@@ -143,7 +143,7 @@ def test_a_log_that_is_damaged_is_refused(tmp_path):
         list(read_log(path, Counts()))
 
 
-def test_hashed_ids_are_spread_evenly_and_columns_differ():
+def test_spread_of_hashed_ids():
     bits = np.arange(20_000, dtype=np.int32)[:, None].repeat(26, 1)
     ids = hash_categories(bits, 100)
     assert ids.dtype == np.int32
@@ -155,7 +155,7 @@ def test_hashed_ids_are_spread_evenly_and_columns_differ():
     assert collisions.sum() < 20  # of 200 that share a row in the first column, two are expected
 
 
-def test_hashed_ids_never_change():
+def test_hashed_ids():
     # A trained table is worthless under another hash: a change needs a new version.
     bits = np.array([[0, 1, -1], [0x68FD1E64, 5, 5]], np.int32)
     assert click_store.VERSION == "1.0.0"
@@ -163,7 +163,7 @@ def test_hashed_ids_never_change():
     assert hash_categories(bits, 1000).tolist() == (mix(np.array(words, np.uint64)) % 1000).tolist()
 
 
-def test_vocabulary_holds_what_occurs_often_enough(monkeypatch):
+def test_vocabulary(monkeypatch):
     monkeypatch.setattr(click_tables, "MERGE_AT", 3)  # several merges
     column = np.repeat(np.array([7, -1, 3, 9], np.int32), [5, 5, 2, 1])
     pieces = np.array_split(np.random.default_rng(0).permutation(column)[:, None].repeat(26, 1), 5)
@@ -175,21 +175,21 @@ def test_vocabulary_holds_what_occurs_often_enough(monkeypatch):
     assert vocabulary.look_up(bits).tolist() == [[i] * 26 for i in (3, 1, 2, 0, 0)]
 
 
-def test_an_empty_vocabulary_knows_nothing():
+def test_an_empty_vocabulary():
     vocabulary = build_vocabulary([np.arange(26, dtype=np.int32)[None]], min_count=2)
     assert vocabulary.table_sizes == (1,) * 26
     assert vocabulary.look_up(np.zeros((2, 26), np.int32)).tolist() == [[0] * 26] * 2
 
 
 @pytest.mark.parametrize("rows", [*range(7, 22), 45_840_617])
-def test_days_are_equally_long(rows):
+def test_days(rows):
     days = np.full(7, rows // 7)
     days[: rows % 7] += 1  # as facebookresearch/dlrm deals out the rest
     assert first_test_row(rows) == days[:6].sum()
 
 
 @pytest.mark.parametrize("categories", [Hashed(1000), Indexed(3)])
-def test_a_prepared_log_is_the_log(tmp_path, categories):
+def test_rows_of_the_log(tmp_path, categories):
     lines = some_lines(300)
     lines[100] = lines[100][:-9]
     facts, messages = prepare(tmp_path, lines, categories, max_malformed=0.01)
@@ -225,7 +225,7 @@ def test_a_prepared_log_is_the_log(tmp_path, categories):
             ]
 
 
-def test_compressed_and_plain_give_the_same_rows(tmp_path):
+def test_compressed_logs(tmp_path):
     lines = some_lines(30)
     for name, compressed in (("a", False), ("b", True)):
         log = write(tmp_path / f"log-{name}", lines, compressed)
@@ -236,7 +236,7 @@ def test_compressed_and_plain_give_the_same_rows(tmp_path):
     assert not list(tmp_path.rglob("malformed.tsv"))
 
 
-def test_too_many_malformed_lines_are_refused_and_listed(tmp_path):
+def test_too_many_malformed_lines(tmp_path):
     lines = [*some_lines(98), b"nothing", line(b"7")]
     with pytest.raises(
         ValueError, match=r"At most 0.01 of a log's lines .*; got 2 of the first 100 of .* \(1 wr"
@@ -253,14 +253,14 @@ def test_too_many_malformed_lines_are_refused_and_listed(tmp_path):
     assert facts["malformed"] == {"wrong number of fields": 1, "label is not 0 or 1": 1}
 
 
-def test_a_wrong_file_is_given_up_early(tmp_path, monkeypatch):
+def test_a_wrong_file_ends_early(tmp_path, monkeypatch):
     monkeypatch.setattr(click_parser, "LINES_AT_ONCE", 10)
     monkeypatch.setattr(click_store, "CHECKED_FROM", 20)
     with pytest.raises(ValueError, match="20 of the first 20 of "):
         prepare(tmp_path, [b"wrong"] * 1000)
 
 
-def test_ten_malformed_lines_are_shown_and_all_are_counted(tmp_path, monkeypatch):
+def test_ten_malformed_lines(tmp_path, monkeypatch):
     monkeypatch.setattr(click_parser, "LINES_AT_ONCE", 8)
     _, messages = prepare(tmp_path, [*some_lines(10), *[b"wrong"] * 25], max_malformed=1.0)
     assert [text.split(":")[0] for text in messages] == [
@@ -270,7 +270,7 @@ def test_ten_malformed_lines_are_shown_and_all_are_counted(tmp_path, monkeypatch
     assert len((tmp_path / "data" / "criteo" / "1.0.0" / "malformed.tsv").read_text().splitlines()) == 25
 
 
-def test_a_file_that_is_missing_is_named(tmp_path):
+def test_a_missing_file(tmp_path):
     prepare(tmp_path, some_lines(7))
     (tmp_path / "data" / "criteo" / "1.0.0" / "criteo-test.array_record-00000").unlink()
     with pytest.raises(FileNotFoundError, match=r"1 of the test split missing, such as .*criteo-test"):
@@ -295,7 +295,7 @@ def test_errors(tmp_path):
     refused(lambda: eval_batches("criteo", "valid", global_batch=4, data_dir=tmp_path / "data"), "split", "got 'valid'")
 
 
-def test_error_when_not_prepared(tmp_path):
+def test_no_preparation(tmp_path):
     with pytest.raises(FileNotFoundError) as error:
         dataset_info("criteo", tmp_path)
     with pytest.raises(FileNotFoundError, match="criteo must be prepared"):
@@ -304,7 +304,7 @@ def test_error_when_not_prepared(tmp_path):
     assert f"\n  python -m train.data.clicks prepare --input train.txt --out {tmp_path}\n" in str(error.value)
 
 
-def test_a_log_that_another_command_prepared_meanwhile_is_not_replaced(tmp_path, monkeypatch):
+def test_a_log_of_another_command(tmp_path, monkeypatch):
     prepare(tmp_path, some_lines(8))
     (tmp_path / "data" / "criteo").rename(tmp_path / "other")
 
@@ -319,7 +319,7 @@ def test_a_log_that_another_command_prepared_meanwhile_is_not_replaced(tmp_path,
     assert [path.name for path in (tmp_path / "data").iterdir()] == ["criteo"]
 
 
-def test_an_interrupted_preparation_leaves_nothing(tmp_path, monkeypatch):
+def test_an_interruption(tmp_path, monkeypatch):
     def interrupted(*args):
         write_rows(*args)
         raise KeyboardInterrupt
@@ -333,7 +333,7 @@ def test_an_interrupted_preparation_leaves_nothing(tmp_path, monkeypatch):
     assert dataset_info("criteo", tmp_path / "data").num_train == 7
 
 
-def test_another_log_has_another_state(tmp_path):
+def test_state_of_another_log(tmp_path):
     states = []
     for number, categories in enumerate([Hashed(1000), Hashed(1001), Hashed(1000)]):
         lines = some_lines(20, np.random.default_rng(number // 2))
@@ -359,7 +359,7 @@ def test_command_prepares(tmp_path, capsys):
     assert capsys.readouterr().err.startswith("clicks: [Errno 17] File exists")
 
 
-def test_command_refuses_options_of_the_other_kind(tmp_path, capsys):
+def test_options_of_another_kind(tmp_path, capsys):
     log = write(tmp_path / "train.txt", some_lines(20))
     options = ["prepare", "--input", str(log), "--out", str(tmp_path / "a")]
     assert clicks.main([*options, "--min-count", "3"]) == 2

@@ -29,7 +29,7 @@ def source(tmp_path):
     return root
 
 
-def test_a_window_begins_with_the_last_byte_of_the_one_before():
+def test_windows_overlap_by_a_byte():
     rows = windows(b"abcdefghij", 3)
     assert [row.tobytes() for row in rows] == [b"abcd", b"defg", b"ghij"]
     assert windows(b"abcdefghi", 3).shape == (2, 4)
@@ -37,13 +37,13 @@ def test_a_window_begins_with_the_last_byte_of_the_one_before():
         assert windows(short, 3).shape == (0, 4)
 
 
-def test_folders_are_held_out_whole_and_about_one_in_16():
+def test_test_folders():
     assert not is_held_out(Path())
     names = [Path(f"drivers/part{number}") for number in range(4000)]
     assert 0.05 < np.mean([is_held_out(name) for name in names]) < 0.075
 
 
-def test_splits_hold_the_text_of_their_folders(source, tmp_path, capsys):
+def test_texts_of_splits(source, tmp_path, capsys):
     assert 0 < len(HELD_OUT) < 10
     assert corpus.main(["prepare", "--input", str(source), "--out", str(tmp_path)]) == 0
     info = dataset_info("linux", tmp_path)
@@ -68,7 +68,7 @@ def test_splits_hold_the_text_of_their_folders(source, tmp_path, capsys):
     assert "holds some already. Remove it, or pass another" in capsys.readouterr().err
 
 
-def test_a_large_text_is_cut_to_whole_files_and_the_test_split_spread(source, tmp_path, monkeypatch):
+def test_a_large_text(source, tmp_path, monkeypatch):
     monkeypatch.setattr(corpus_store, "TEST_WINDOWS", 3)
     files = files_of(source, (".c",))
     facts = prepare_corpus("linux", source, files, Window(16, 5000), tmp_path, LINUX_FOLDER, keep_first=False)
@@ -89,12 +89,12 @@ def test_a_large_text_is_cut_to_whole_files_and_the_test_split_spread(source, tm
         (["--input", ".", "--megabytes", "0"], "--megabytes must be at least 1; got 0"),
     ],
 )
-def test_bad_options_are_refused(options, message, tmp_path, capsys):
+def test_bad_options(options, message, tmp_path, capsys):
     assert corpus.main(["prepare", *options, "--out", str(tmp_path)]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_too_little_text_is_refused_and_leaves_nothing(tmp_path, capsys):
+def test_too_little_text(tmp_path, capsys):
     source = tmp_path / "empty"
     source.mkdir()
     (source / "a.c").write_text("x" * 1000)
@@ -103,7 +103,7 @@ def test_too_little_text_is_refused_and_leaves_nothing(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-def test_the_standard_library_is_prepared_on_first_use(tmp_path):
+def test_the_standard_library(tmp_path):
     info = dataset_info("stdlib", tmp_path)
     assert info.num_train > 20_000
     assert info.num_test == 512
@@ -112,6 +112,6 @@ def test_the_standard_library_is_prepared_on_first_use(tmp_path):
     assert (text < 128).mean() > 0.99
 
 
-def test_what_is_not_prepared_says_how(tmp_path):
+def test_no_preparation(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"python -m train\.data\.corpus prepare --input linux"):
         dataset_info("linux", tmp_path)

@@ -52,7 +52,7 @@ def assert_equal(actual, expected):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_batches_are_what_their_info_says(name, data_dir):
+def test_info_of_batches(name, data_dir):
     info = dataset_info(name, data_dir)
     assert type(info) is KINDS[name]
     assert info.name == name
@@ -68,7 +68,7 @@ def test_batches_are_what_their_info_says(name, data_dir):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_any_number_of_processes_gets_the_same_batches(name, data_dir):
+def test_any_number_of_processes(name, data_dir):
     steps = dataset_info(name, data_dir).num_train // B // (100 if name == "clicks" else 1) + 2  # beyond an epoch
     one = take(name, data_dir, steps)
     parts = [take(name, data_dir, steps, process_index=p, process_count=4) for p in range(4)]
@@ -76,7 +76,7 @@ def test_any_number_of_processes_gets_the_same_batches(name, data_dir):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_restored_run_goes_on_exactly(name, data_dir):
+def test_a_restored_run(name, data_dir):
     whole = take(name, data_dir, 6)
     assert_equal(take(name, data_dir, 6), whole)
     assert_equal(take(name, data_dir, 2, start=4), {key: whole[key][4:] for key in whole})
@@ -85,7 +85,7 @@ def test_a_restored_run_goes_on_exactly(name, data_dir):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_an_epoch_holds_every_row_once(name, data_dir):
+def test_an_epoch(name, data_dir):
     size = dataset_info(name, data_dir).num_train
     stored = next(iter(eval_batches(name, "train", global_batch=size, data_dir=data_dir)))
     assert stored.pop("mask").all()
@@ -104,7 +104,7 @@ def test_an_epoch_holds_every_row_once(name, data_dir):
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("processes", [1, 3])
-def test_evaluation_counts_every_row_once(name, processes, data_dir):
+def test_evaluation(name, processes, data_dir):
     info = dataset_info(name, data_dir)
     for split in info.splits():
         count = info.num_examples(split)
@@ -115,13 +115,13 @@ def test_evaluation_counts_every_row_once(name, processes, data_dir):
         np.testing.assert_array_equal(mask, np.arange(2 * size) < count)
 
 
-def test_a_state_of_another_dataset_is_refused(data_dir):
+def test_state_of_another_dataset(data_dir):
     batches = train_batches("clicks", global_batch=B, seed=0, data_dir=data_dir)
     with pytest.raises(ValueError, match="must have the keys"):
         batches.restore(train_batches("digits", global_batch=B, seed=0, data_dir=data_dir).state())
 
 
-def test_splits_are_told_apart(data_dir):
+def test_splits(data_dir):
     assert set(dataset_info("catalogs", data_dir).splits()) == {"train", "valid", "test"}
     for name, splits in (("digits", "train, test"), ("clicks", "train, test"), ("catalogs", "train, valid, test")):
         with pytest.raises(ValueError, match=f"split must be one of {splits}; got 'dev'"):
@@ -129,7 +129,7 @@ def test_splits_are_told_apart(data_dir):
     refused(lambda: dataset_info("digits").num_examples("valid"), "split", "got 'valid'")
 
 
-def test_clicks_are_generated_once_and_tell_their_bound(data_dir):
+def test_clicks(data_dir):
     info = dataset_info("clicks", data_dir)
     assert (info.num_train, info.num_test) == (60_000, 10_000)
     folder = data_dir / "clicks" / "1.0.0"
@@ -145,7 +145,7 @@ def test_clicks_are_generated_once_and_tell_their_bound(data_dir):
 
 
 @pytest.mark.parametrize("name", ["clicks", "catalogs"])
-def test_another_process_prepares_the_same_first(name, data_dir, tmp_path, monkeypatch):
+def test_another_process_is_first(name, data_dir, tmp_path, monkeypatch):
     info = dataset_info(name, data_dir)
     store = {"clicks": click_store, "catalogs": text_store}[name]
 
@@ -159,7 +159,7 @@ def test_another_process_prepares_the_same_first(name, data_dir, tmp_path, monke
 
 
 @pytest.mark.parametrize("name", ["clicks", "catalogs"])
-def test_half_of_a_copy_is_replaced_by_the_same_rows(name, data_dir, tmp_path):
+def test_half_of_a_copy(name, data_dir, tmp_path):
     info = dataset_info(name, data_dir)
     shutil.copytree(data_dir / name, tmp_path / name)
     for path in tmp_path.rglob("dataset_info.json"):
@@ -169,6 +169,6 @@ def test_half_of_a_copy_is_replaced_by_the_same_rows(name, data_dir, tmp_path):
     assert_equal(*batches)
 
 
-def test_every_name_is_listed():
+def test_names():
     with pytest.raises(ValueError, match=f"one of {', '.join(DATASETS)}; got 'imdb'"):
         dataset_info("imdb")

@@ -28,7 +28,7 @@ def builder(tmp_path_factory):
     return digits.prepare_digits(tmp_path_factory.mktemp("tfds"))
 
 
-def test_splits_are_sklearns_rows_in_order(builder):
+def test_rows_of_sklearn(builder):
     pixels, labels = published()
     in_test = digits.is_test_image(labels)
     for split, rows in (("train", ~in_test), ("test", in_test)):
@@ -38,14 +38,14 @@ def test_splits_are_sklearns_rows_in_order(builder):
         np.testing.assert_array_equal(split_labels, labels[rows])
 
 
-def test_splits_are_stratified():
+def test_stratified_splits():
     _, labels = published()
     in_test = digits.is_test_image(labels)
     assert in_test.sum() == 450
     np.testing.assert_array_equal(np.bincount(labels[in_test]), np.full(10, 45))
 
 
-def test_split_never_changes():
+def test_the_split_never_changes():
     # Results on another split are not comparable: a change needs a new version of the dataset.
     _, labels = published()
     rows = np.flatnonzero(digits.is_test_image(labels))
@@ -55,13 +55,13 @@ def test_split_never_changes():
     assert rows.sum() == 412_700
 
 
-def test_stored_images_decode_without_tfds(builder):
+def test_images_without_tfds(builder):
     pixels, _ = read(builder, "test")
     raw = builder.as_data_source("test", decoders={"image": digits.tfds.decode.SkipDecoding()})
     np.testing.assert_array_equal(images.decode(raw[7]["image"]), pixels[7])
 
 
-def test_build_is_quiet(tmp_path, capfd):
+def test_a_quiet_build(tmp_path, capfd):
     digits.prepare_digits(tmp_path)
     assert capfd.readouterr().out == ""
 
@@ -103,7 +103,7 @@ def start(code, data_dir):
 
 
 @pytest.mark.slow
-def test_processes_prepare_at_the_same_moment(tmp_path):
+def test_processes_at_the_same_moment(tmp_path):
     processes = [start(PREPARE, tmp_path) for _ in range(4)]
     for process in processes:
         assert process.stdout.readline() == "ready\n"
@@ -128,7 +128,7 @@ def test_another_process_is_first(tmp_path, monkeypatch):
     assert len(digits.prepare_digits(tmp_path).as_data_source("test")) == 450
 
 
-def test_failed_rename_is_not_hidden(tmp_path, monkeypatch):
+def test_a_failed_rename(tmp_path, monkeypatch):
     rename = os.rename
 
     def fail_at_the_end(source, target):
@@ -142,7 +142,7 @@ def test_failed_rename_is_not_hidden(tmp_path, monkeypatch):
     assert not list(tmp_path.glob(".digits-*"))
 
 
-def test_killed_build_is_built_again(tmp_path):
+def test_a_killed_build(tmp_path):
     process = start(DIE_WHILE_BUILDING, tmp_path)
     process.communicate(timeout=60)
     assert process.returncode == 9
@@ -151,7 +151,7 @@ def test_killed_build_is_built_again(tmp_path):
     assert len(digits.prepare_digits(tmp_path).as_data_source("train")) == 1347
 
 
-def test_half_of_a_copy_is_replaced(tmp_path):
+def test_half_of_a_copy(tmp_path):
     target = tmp_path / "digits" / "1.0.0"
     target.mkdir(parents=True)
     (target / "digits-train.array_record-00000-of-00001").write_bytes(b"half")

@@ -32,7 +32,7 @@ def source(tmp_path):
     return folder
 
 
-def test_images_come_back_standardised_and_in_order(source, tmp_path, capsys):
+def test_images(source, tmp_path, capsys):
     assert fashion.main(["prepare", "--input", str(source), "--out", str(tmp_path)]) == 0
     for split, prefix in (("train", "train"), ("test", "t10k")):
         images, labels = made(prefix)
@@ -66,7 +66,7 @@ IMAGES, LABELS = made("train")
         ("images-idx3", None, "got no .*train-images-idx3-ubyte.gz. Pass their folder by --input"),
     ],
 )
-def test_what_is_no_such_file_is_refused(source, tmp_path, name, content, message):
+def test_another_file(source, tmp_path, name, content, message):
     path = source / f"train-{name}-ubyte.gz"
     path.unlink() if content is None else path.write_bytes(gzip.compress(content))
     with pytest.raises((ValueError, FileNotFoundError), match=message):
@@ -74,7 +74,7 @@ def test_what_is_no_such_file_is_refused(source, tmp_path, name, content, messag
     assert not (tmp_path / "out").exists()
 
 
-def test_a_file_that_is_cut_off_is_refused(source, tmp_path):
+def test_a_short_file(source, tmp_path):
     path = source / "t10k-images-idx3-ubyte.gz"
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(ValueError, match=r"A compressed file must be whole; got .*t10k-images-idx3-ubyte.gz, which"):

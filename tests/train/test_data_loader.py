@@ -62,7 +62,7 @@ def rows(some_batches):
     ]
 
 
-def test_each_epoch_holds_each_example_once_in_a_new_order(batches, data_dir):
+def test_epochs(batches, data_dir):
     assert batches().num_examples == N
     stored = eval_batches("digits", "train", global_batch=N, data_dir=data_dir)
     first, second = (rows(batch) for batch in np.array_split(take(batches(449), 6), 2))  # N = 3 * 449
@@ -70,20 +70,20 @@ def test_each_epoch_holds_each_example_once_in_a_new_order(batches, data_dir):
     assert first != second
 
 
-def test_seeds_share_no_order(batches):
+def test_orders_of_seeds(batches):
     # grain adds the epoch to the seed of a shuffle: neighbouring seeds would have the same orders.
     epochs = [tuple(rows(take(batches(449, seed), 6))[i * N :][:N]) for seed in (0, 1) for i in (0, 1)]
     assert len(set(epochs)) == 4
 
 
-def test_each_row_of_a_run_has_a_seed_of_its_own(batches):
+def test_seeds_of_rows(batches):
     runs = [np.concatenate([batch["seed"] for batch in take(batches(449, seed), 6)]) for seed in (0, 1)]
     assert len(set(np.concatenate(runs).tolist())) == 2 * 6 * 449  # of 2**32: one run in a thousand has two alike
     positions = np.arange(6 * 449)
     np.testing.assert_array_equal(runs[1], row_seeds(1, positions))
 
 
-def test_process_reads_its_own_rows_only(batches, monkeypatch):
+def test_rows_of_a_process(batches, monkeypatch):
     read = []
 
     class Recording(sources.CachedSource):
@@ -103,7 +103,7 @@ def test_smallest_and_largest_batch(batches, global_batch):
 
 
 @pytest.mark.parametrize("step", [0, 1, 2, 3, 5])  # the third batch holds the end of the epoch
-def test_restored_batches_go_on_exactly(batches, step):
+def test_a_restored_run(batches, step):
     uninterrupted = take(batches(), 8)
     interrupted = batches()
     take(interrupted, step)
@@ -117,7 +117,7 @@ def test_restored_batches_go_on_exactly(batches, step):
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 2), (2, 1)])
-def test_restore_with_another_number_of_processes(batches, before, after):
+def test_restored_with_other_processes(batches, before, after):
     saved = batches(process_index=before - 1, process_count=before)
     take(saved, 2)
     parts = []
@@ -128,7 +128,7 @@ def test_restore_with_another_number_of_processes(batches, before, after):
     assert_equal_batches(together(parts), take(batches(), 5)[2:])
 
 
-def test_state_is_the_same_on_every_process(batches):
+def test_state_of_processes(batches):
     states = []
     for p in range(2):
         iterator = batches(process_index=p, process_count=2)
@@ -137,7 +137,7 @@ def test_state_is_the_same_on_every_process(batches):
     assert states[0] == states[1]
 
 
-def test_numpy_arguments_give_a_json_state(batches):
+def test_numpy_arguments(batches):
     state = batches(np.int64(500), np.int64(3)).state()
     assert json.loads(json.dumps(state)) == state
 
@@ -155,13 +155,13 @@ def test_numpy_arguments_give_a_json_state(batches):
         ({"epoch": 1}, "must have the keys"),
     ],
 )
-def test_state_of_something_else_is_refused(batches, change, message):
+def test_another_state(batches, change, message):
     iterator = batches()
     with pytest.raises(ValueError, match=message):
         iterator.restore({**iterator.state(), **change})
 
 
-def test_refusal_names_all_differences_only(batches):
+def test_differences_are_named(batches):
     with pytest.raises(ValueError, match=r"seed: 1 .*") as error:
         batches().restore(batches(64, 1).state())
     assert "global_batch: 64 in the state" in str(error.value)
@@ -170,7 +170,7 @@ def test_refusal_names_all_differences_only(batches):
 
 @pytest.mark.parametrize("process_count", [1, 2, 5])
 @pytest.mark.parametrize("global_batch", [130, 450, 1000])
-def test_eval_counts_each_example_once(data_dir, process_count, global_batch):
+def test_evaluation(data_dir, process_count, global_batch):
     passes = [
         eval_batches(
             "digits",
@@ -199,7 +199,7 @@ def test_eval_counts_each_example_once(data_dir, process_count, global_batch):
         assert labels[i] == stored[i]["label"]
 
 
-def test_eval_passes_are_equal(data_dir):
+def test_equal_evaluations(data_dir):
     batches = eval_batches("digits", global_batch=128, data_dir=data_dir)
     whole = list(batches)
     for _ in batches:
@@ -207,7 +207,7 @@ def test_eval_passes_are_equal(data_dir):
     assert_equal_batches(list(batches), whole)
 
 
-def test_rows_past_the_end_repeat_the_first_one(data_dir):
+def test_rows_past_the_end(data_dir):
     batches = list(eval_batches("digits", global_batch=400, data_dir=data_dir))
     assert batches[1]["mask"].tolist() == [1] * 50 + [0] * 350
     for row in range(50, 400):
@@ -225,7 +225,7 @@ def test_rows_past_the_end_repeat_the_first_one(data_dir):
         ({"global_batch": 4, "process_count": 2, "process_index": -1}, "got -1 of 2"),
     ],
 )
-def test_layout_errors(data_dir, arguments, message):
+def test_bad_layouts(data_dir, arguments, message):
     for make in (train_batches, eval_batches):
         seed = {"seed": 0} if make is train_batches else {}
         with pytest.raises(ValueError, match=message):
@@ -233,12 +233,12 @@ def test_layout_errors(data_dir, arguments, message):
 
 
 @pytest.mark.parametrize("seed", [-1, 2**32])
-def test_seed_out_of_range(batches, seed):
+def test_bad_seeds(batches, seed):
     with pytest.raises(ValueError, match=rf"seed must be in \[0, 2\*\*32\); got {seed}"):
         batches(seed=seed)
 
 
-def test_train_batch_larger_than_the_dataset(batches):
+def test_too_large_a_batch(batches):
     with pytest.raises(ValueError, match=r"at most the 1347 training examples .* got 1348. Lower it"):
         batches(1348)
 
@@ -261,7 +261,7 @@ def test_threads_end(data_dir):
     assert not set(prefetch_threads()) - before
 
 
-def test_batches_go_on_after_close(batches):
+def test_batches_after_close(batches):
     iterator = batches()
     first = take(iterator, 2)
     iterator.close()
@@ -269,7 +269,7 @@ def test_batches_go_on_after_close(batches):
 
 
 @pytest.mark.parametrize("threads", [0, 3])
-def test_order_does_not_depend_on_threads(batches, monkeypatch, threads):
+def test_threads_and_order(batches, monkeypatch, threads):
     expected = take(batches(), 4)
     monkeypatch.setattr(loader, "_threads", lambda name: threads)
     assert_equal_batches(take(batches(), 4), expected)

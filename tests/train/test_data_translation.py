@@ -45,14 +45,14 @@ def prepare(tmp_path, lengths=LENGTHS, **texts):
     return facts, messages
 
 
-def test_lines_become_pairs(tmp_path):
+def test_pairs(tmp_path):
     pairs = read_parallel(write(tmp_path / "text"), ("de", "en"))
     assert pairs["train"] == [Pair(GERMAN[i], ENGLISH[i], f"train.de:{i + 1}") for i in range(4)]
     assert {split: len(lines) for split, lines in pairs.items()} == {"train": 4, "valid": 2, "test": 2}
     assert read_parallel(tmp_path / "text", ("en", "de"))["test"][0].source == ENGLISH[2]
 
 
-def test_a_last_line_needs_no_end_and_empty_lines_keep_their_place(tmp_path):
+def test_last_and_empty_lines(tmp_path):
     write(tmp_path, train=(["a", "", "c"], ["x", "y", ""]))
     (tmp_path / "train.de").write_bytes(b"a\n\nc")
     pairs = read_parallel(tmp_path, ("de", "en"))["train"]
@@ -71,7 +71,7 @@ def test_errors_of_files(tmp_path):
         read_parallel(tmp_path, ("de", "en"))
 
 
-def test_rows_hold_the_text(tmp_path):
+def test_texts(tmp_path):
     facts, messages = prepare(tmp_path)
     assert not messages
     info = dataset_info("iwslt14", tmp_path / "data")
@@ -97,7 +97,7 @@ def test_rows_hold_the_text(tmp_path):
         assert facts["splits"][split]["target_padding"] == (target == PADDING).mean()
 
 
-def test_text_ends_at_the_first_end():
+def test_the_first_end():
     subwords = Subwords(train_subwords(GERMAN + ENGLISH, 60))
     (numbers,) = subwords.encode(["The cat"])
     rows = [[BEGIN, *numbers, END, *numbers], [*numbers, PADDING, PADDING, *[PADDING] * len(numbers), PADDING]]
@@ -106,7 +106,7 @@ def test_text_ends_at_the_first_end():
     assert subwords.decode(np.array([[BEGIN, END, 5], [0, 0, 0]])) == ["", ""]
 
 
-def test_an_unknown_character_is_one_number_and_counted(tmp_path):
+def test_an_unknown_character(tmp_path):
     facts, _ = prepare(tmp_path, test=(["Das Haus", "Katze"], ["The Ω", "cat"]))
     (batch,) = eval_batches("iwslt14", global_batch=2, data_dir=tmp_path / "data")
     assert (batch["target"] == UNKNOWN).sum() == 1
@@ -114,7 +114,7 @@ def test_an_unknown_character_is_one_number_and_counted(tmp_path):
     assert facts["splits"]["train"]["unknown"] == 0
 
 
-def test_what_is_dropped_is_counted_and_listed(tmp_path):
+def test_listed_losses(tmp_path):
     letters = list("DasHuitgroKzechläfW")  # in an order of which no subword is made
     long = ["".join(np.random.default_rng(seed).choice(letters, 150)) for seed in range(2)]
     train = ([*GERMAN, "", "Haus", long[0], "Haus"], [*ENGLISH, "house", "", "The cat", long[1]])
@@ -134,7 +134,7 @@ def test_what_is_dropped_is_counted_and_listed(tmp_path):
     assert open_text("iwslt14", "train", tmp_path / "data").references == ENGLISH
 
 
-def test_begin_and_end_take_two_of_the_length(tmp_path):
+def test_begin_and_end(tmp_path):
     subwords = Subwords(train_subwords(GERMAN + ENGLISH, 60))
     longest = max(len(numbers) for numbers in subwords.encode(ENGLISH))
     for target, rows in ((longest + 2, 4), (longest + 1, 3)):
@@ -143,7 +143,7 @@ def test_begin_and_end_take_two_of_the_length(tmp_path):
         assert facts["splits"]["train"]["rows"] == rows
 
 
-def test_a_vocabulary_that_cannot_be_is_refused(tmp_path):
+def test_bad_vocabularies(tmp_path):
     with pytest.raises(ValueError, match=r"vocabulary of 5000, .* too high \(5000\)"):
         prepare(tmp_path, Lengths(5000, 32, 24))
     with pytest.raises(ValueError, match="vocabulary of 10, and no more"):
@@ -151,7 +151,7 @@ def test_a_vocabulary_that_cannot_be_is_refused(tmp_path):
     assert not list((tmp_path / "data").iterdir())
 
 
-def test_a_split_without_pairs_is_refused(tmp_path):
+def test_a_split_without_pairs(tmp_path):
     with pytest.raises(ValueError, match=r"must have a pair; got all of the 1 of valid dropped \(1 empty\)"):
         prepare(tmp_path, valid=([""], ["a"]))
     refused(lambda: Lengths(60, 5, 2), "A source", "got 5 and 2")
@@ -166,7 +166,7 @@ print(hashlib.md5(train_subwords(texts_of(catalog_pairs()[0]["train"]), 700)).he
 """
 
 
-def test_subwords_are_the_same_in_every_process():
+def test_subwords_of_processes():
     digests = {
         subprocess.run(
             [sys.executable, "-c", TRAIN],
@@ -180,7 +180,7 @@ def test_subwords_are_the_same_in_every_process():
     assert len(digests) == 1
 
 
-def test_a_file_that_is_missing_is_named(tmp_path):
+def test_a_missing_file(tmp_path):
     prepare(tmp_path)
     (tmp_path / "data" / "iwslt14" / "1.0.0" / "iwslt14-test.array_record-00000").unlink()
     for read in (lambda: eval_batches("iwslt14", global_batch=4, data_dir=tmp_path / "data"), lambda: text(tmp_path)):
@@ -192,7 +192,7 @@ def text(tmp_path):
     return open_text("iwslt14", "test", tmp_path / "data")
 
 
-def test_error_when_not_prepared(tmp_path):
+def test_no_preparation(tmp_path):
     with pytest.raises(FileNotFoundError) as error:
         dataset_info("iwslt14", tmp_path)
     assert f"got no {tmp_path}/iwslt14/1.0.0/dataset_info.json" in str(error.value)
@@ -203,7 +203,7 @@ def test_only_translations_have_text(tmp_path):
     refused(lambda: open_text("digits", "test", tmp_path), "A dataset", "got 'digits'")
 
 
-def test_other_subwords_or_other_rows_have_another_state(tmp_path):
+def test_states_of_other_rows(tmp_path):
     states = []
     for number, lengths in enumerate([Lengths(60, 50, 50), Lengths(61, 50, 50), Lengths(60, 50, 51)]):
         pairs = read_parallel(write(tmp_path / "text"), ("de", "en"))
@@ -227,7 +227,7 @@ def test_command_prepares(tmp_path, capsys):
     assert capsys.readouterr().err.startswith("translation: Data must be prepared into a new folder")
 
 
-def test_catalogs_are_german_and_english():
+def test_languages_of_catalogs():
     pairs, left_out = text_catalogs.catalog_pairs()
     by_source = {pair.source: pair.target for split in pairs.values() for pair in split}
     assert by_source["Arabisch"] == "Arabic"

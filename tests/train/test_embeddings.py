@@ -41,7 +41,7 @@ def undecayed(logged, tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("way", "rate"), [*((way, 1e-3) for way in WAYS), ("columns", 0.0), ("rows", 0.0)])
-def test_tables_that_are_not_exchanged_train_like_those_that_are(way, rate, exchanged, undecayed, logged, tmp_path):
+def test_tables_train_alike(way, rate, exchanged, undecayed, logged, tmp_path):
     """For three workers, rows are padded from 520 to 522; columns have two workers, since three do not divide four.
 
     With decay, the gradient of a sharded table is dense; without it, only touched rows are changed.
@@ -77,7 +77,7 @@ def scalar_bytes(way, K):
 
 
 @pytest.mark.parametrize(("way", "K"), [("exchange", 2), ("late", 2), ("columns", 2), ("rows", 4)])
-def test_bytes_are_predicted_and_compiled_and_do_not_grow_with_the_tables(way, K, logged):
+def test_bytes(way, K, logged):
     job, layers = make(logged, embeddings=way, workers=K), 2 * (K - 1) / K * 4 * LAYERS
     assert job.report.received == pytest.approx(table_bytes(way, K) + layers + scalar_bytes(way, K), rel=1e-12)
     assert "the compiled program sends them, and no more" in job.verify(*job.inputs)
@@ -89,7 +89,7 @@ def test_bytes_are_predicted_and_compiled_and_do_not_grow_with_the_tables(way, K
 
 
 @pytest.mark.parametrize("way", ["columns", "rows"])
-def test_touched_rows_alone_are_changed_by_as_many_bytes_and_no_array_is_as_large_as_a_shard(way, logged):
+def test_only_touched_rows_change(way, logged):
     """Tables of 20,000 rows: temporaries stay below a quarter of a shard, as a batch touches only 624 rows."""
     info = dataclasses.replace(make(logged).info, table_sizes=(20_000,) * 26)
     arrays = {}
@@ -104,7 +104,7 @@ def test_touched_rows_alone_are_changed_by_as_many_bytes_and_no_array_is_as_larg
 
 
 @pytest.mark.parametrize(("way", "K"), [("columns", 4), ("rows", 3)])
-def test_shards_of_a_table_are_drawn_where_they_are_and_as_one_device_draws_them(way, K, logged, monkeypatch):
+def test_draws_of_shards(way, K, logged, monkeypatch):
     drawn_in, first = [], train.job._first
 
     def traced(experiment, info, key):
@@ -132,7 +132,7 @@ def test_shards_of_a_table_are_drawn_where_they_are_and_as_one_device_draws_them
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
-def test_the_method_compresses_the_dense_layers_alone(way, logged):
+def test_dense_layers_are_compressed(way, logged):
     method = dataclasses.replace(DCT_DP, dense_below=0)
     job = make(logged, method, embeddings=way)
     layers = {index: block for index, block in job.inputs[0].params.items() if "table" not in block}
@@ -146,7 +146,7 @@ def test_the_method_compresses_the_dense_layers_alone(way, logged):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
-def test_shards_are_a_workers_own(way, logged):
+def test_shards_of_workers(way, logged):
     """In training and where the model is evaluated."""
     job = make(logged, embeddings=way)
     state = job.start(0)
@@ -159,7 +159,7 @@ def test_shards_are_a_workers_own(way, logged):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
-def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(way, logged, tmp_path):
+def test_a_resumed_run(way, logged, tmp_path):
     """With another number of workers, it goes on from the same numbers, wherever the table is."""
     changes, names = {"data_dir": logged, **LOGGED, "embeddings": way}, (None, "exchange", way)
     whole = run(tmp_path / "whole", **changes)
@@ -198,6 +198,6 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(way, logged, tmp_pat
         ),
     ],
 )
-def test_what_does_not_go_with_tables_of_their_own_kind_is_refused(method, changes, message, logged):
+def test_refusals(method, changes, message, logged):
     with pytest.raises(ValueError, match=message):
         make(logged, method, **{"embeddings": "columns"} | changes)

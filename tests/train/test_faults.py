@@ -65,7 +65,7 @@ def patient(monkeypatch):
         ("--out {}/elsewhere", "does not have the file of process 0 in process 2"),
     ],
 )
-def test_a_process_that_is_started_differently_is_refused_by_all(options, message, tmp_path):
+def test_other_options(options, message, tmp_path):
     results, texts = end(tmp_path, options=options.format(tmp_path))
     assert [result.returncode for result in results] == [2, 2, 2], texts
     for text in texts:
@@ -75,7 +75,7 @@ def test_a_process_that_is_started_differently_is_refused_by_all(options, messag
 
 
 @pytest.mark.slow
-def test_a_process_that_is_interrupted_has_all_save_and_end(tmp_path):
+def test_an_interruption(tmp_path):
     results, texts = end(tmp_path, trouble="kill -INT $PID")
     assert [result.returncode for result in results] == [0, 0, 0], texts
     assert "train: saves after this step, and ends" in texts[2]
@@ -83,7 +83,7 @@ def test_a_process_that_is_interrupted_has_all_save_and_end(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_process_that_cannot_read_its_data_ends_all(tmp_path):
+def test_unreadable_data(tmp_path):
     """Its folder of data is a file."""
     (tmp_path / "data").touch()
     results, texts = end(tmp_path, options=f"--data-dir {tmp_path}/data")
@@ -93,7 +93,7 @@ def test_a_process_that_cannot_read_its_data_ends_all(tmp_path):
         assert "Traceback" not in text
 
 
-def test_a_port_that_is_taken_is_refused_at_once():
+def test_a_port_in_use():
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         command = [sys.executable, "-m", "train", "digits", "--coordinator", address]

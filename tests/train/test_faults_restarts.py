@@ -42,7 +42,7 @@ def run():
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="links are cut in network namespaces, which take root")
-def test_slow_and_dead_processes_a_damaged_checkpoint_and_a_cut_link_change_nothing(tmp_path, run):
+def test_slow_dead_damaged_and_cut(tmp_path, run):
     with Lab(2, None) as lab:
         options = [*SHORT, "--workers", "2", "--restarts", "5", "--peer-timeout", "8"]
         reference = run(lab, tmp_path / "alone", options)
@@ -67,7 +67,7 @@ def test_slow_and_dead_processes_a_damaged_checkpoint_and_a_cut_link_change_noth
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_without_a_machine_that_does_not_come_back(tmp_path, run):
+def test_a_machine_that_does_not_return(tmp_path, run):
     options = [*SHORT, "--workers", "3", "--restarts", "2", "--min-workers", "2", "--peer-timeout", "8"]
     with Lab(3, None) as lab:
         soaked = run(lab, tmp_path / "runs", options)
@@ -87,7 +87,7 @@ def test_a_run_goes_on_without_a_machine_that_does_not_come_back(tmp_path, run):
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="a small disk is mounted, which takes root")
-def test_a_full_disk_loses_nothing_and_two_runs_in_a_folder_do_not_meet(tmp_path):
+def test_a_full_disk_and_two_runs(tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", disk], check=True)

@@ -38,7 +38,7 @@ def is_painted(path, colour):
 
 
 @pytest.mark.parametrize("curves", [{"plump_dp": CURVE, "dct_dp": CURVE}, {"dct_dp": SILENT}, {"dct_dp": []}])
-def test_the_figure_is_a_png_without_warnings(curves, tmp_path):
+def test_the_figure(curves, tmp_path):
     path = tmp_path / "new" / "figure.png"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -47,7 +47,7 @@ def test_the_figure_is_a_png_without_warnings(curves, tmp_path):
     assert matplotlib.image.imread(path).shape[2] in (3, 4)
 
 
-def test_accuracy_is_drawn_against_bytes_with_a_curve_a_method(saved, tmp_path):
+def test_curves_over_bytes(saved, tmp_path):
     draw_accuracy(tmp_path / "figure.png", {"plump_dp": CURVE, "dct_dp": OTHER, "alone": SILENT})
     ((axes,),) = [figure.axes for figure in saved]
     lines = {line.get_label(): line for line in axes.lines}
@@ -76,7 +76,7 @@ RECORDS = [
 ]
 
 
-def test_a_comparison_draws_accuracy_and_its_spread_against_bytes_and_time(saved, tmp_path):
+def test_figures_of_a_comparison(saved, tmp_path):
     draw_comparison(tmp_path / "figure.png", RECORDS)
     ((left, right),) = [figure.axes for figure in saved]
     for panel, column, records in ((left, "bytes_per_step", RECORDS[:3]), (right, "seconds_to_finish", RECORDS)):
@@ -98,7 +98,7 @@ def test_a_comparison_draws_accuracy_and_its_spread_against_bytes_and_time(saved
     assert left.get_ylabel() == "test accuracy, % (mean and standard deviation, 3 seeds)"
 
 
-def test_the_title_of_two_curves_is_what_they_show(saved, tmp_path):
+def test_titles(saved, tmp_path):
     draw_accuracy(tmp_path / "figure.png", {"dense": CURVE, "dct_dp": OTHER})
     ((axes,),) = [figure.axes for figure in saved]
     assert axes.get_title() == "dct_dp: -5.0 points, 67 times fewer bytes"  # 15% and 20%, 3e4 and 2e6 bytes

@@ -9,7 +9,7 @@ import pytest
 from train.folders import check_fresh, run_folder
 
 
-def test_a_new_run_takes_the_first_free_name(tmp_path):
+def test_the_first_free_name(tmp_path):
     out = tmp_path / "runs"
     for name in ("digits", "digits-2", "digits-3"):
         with run_folder(out, "digits", resume=False, runs=["plump_dp"]) as folder:
@@ -19,12 +19,12 @@ def test_a_new_run_takes_the_first_free_name(tmp_path):
         assert folder == out / "mnist"
 
 
-def test_runs_that_begin_together_take_folders_of_their_own(tmp_path):
+def test_two_runs_at_once(tmp_path):
     with run_folder(tmp_path, "digits", resume=False) as one, run_folder(tmp_path, "digits", resume=False) as second:
         assert (one.name, second.name) == ("digits", "digits-2")
 
 
-def test_resume_takes_the_run_that_was_written_last_whatever_its_number_and_says_so(tmp_path, capsys):
+def test_resume_takes_the_last(tmp_path, capsys):
     for name in ("digits", "digits-2", "digits-3", "mnist", "digits-old", "digits-02"):
         (tmp_path / name).mkdir()
     for name, last, of in (("digits", "digits-3", " of 3 runs"), ("mnist", "mnist", "")):
@@ -43,7 +43,7 @@ def test_resume_takes_the_run_that_was_written_last_whatever_its_number_and_says
 
 
 @pytest.mark.parametrize("folders", [[], ["mnist"]])
-def test_nothing_to_resume_is_an_error(folders, tmp_path):
+def test_nothing_to_resume(folders, tmp_path):
     for name in folders:
         (tmp_path / name).mkdir()
     message = r"--resume must go on with a run that has begun; got no .*digits. Leave --resume"
@@ -52,7 +52,7 @@ def test_nothing_to_resume_is_an_error(folders, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == folders
 
 
-def test_a_run_goes_on_with_the_same_method(tmp_path):
+def test_the_same_method(tmp_path):
     with run_folder(tmp_path, "digits", resume=False, runs=["plump_dp", "dct_dp"]):
         pass
     with run_folder(tmp_path, "digits", resume=True, runs=["plump_dp", "dct_dp"]):
@@ -66,7 +66,7 @@ def test_a_run_goes_on_with_the_same_method(tmp_path):
     assert json.loads((tmp_path / "digits" / "runs.json").read_text()) == ["plump_dp", "dct_dp"]
 
 
-def test_a_folder_is_of_one_run_at_a_time_and_free_once_that_has_ended(tmp_path):
+def test_one_run_at_a_time(tmp_path):
     with run_folder(tmp_path, "digits", resume=False, runs=["dct_dp"]):
         refusal = pytest.raises(ValueError, match=r"got .*digits, in which another process trains. Wait for it")
         with refusal, run_folder(tmp_path, "digits", resume=True, runs=["dct_dp"]):
@@ -89,7 +89,7 @@ def test_a_folder_is_of_one_run_at_a_time_and_free_once_that_has_ended(tmp_path)
         pass
 
 
-def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew_by_itself(tmp_path):
+def test_missing_checkpoints(tmp_path):
     check_fresh(tmp_path, 10)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n' * 10)
     check_fresh(tmp_path, 10)  # it was killed before the first
@@ -101,7 +101,7 @@ def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew_by_itself(tmp_path
     check_fresh(tmp_path, 10)  # it was killed while it wrote the first
 
 
-def test_what_fails_before_anything_is_written_leaves_nothing(tmp_path):
+def test_early_failures_leave_nothing(tmp_path):
     out = tmp_path / "runs"
     with pytest.raises(OSError, match="full"), run_folder(out, "digits", resume=False):
         raise OSError("full")
@@ -118,7 +118,7 @@ def test_what_fails_before_anything_is_written_leaves_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("is_there", [False, True])
-def test_after_an_error_only_new_folders_are_removed(is_there, tmp_path):
+def test_errors_remove_new_folders(is_there, tmp_path):
     out = tmp_path / "runs"
     if is_there:
         out.mkdir()

@@ -29,7 +29,7 @@ def train(account, clock, steps, first=5.0):
         account.step()
 
 
-def test_every_second_is_of_one_kind_over_restarts(tmp_path, clock):
+def test_kinds_of_seconds(tmp_path, clock):
     account = Goodput(tmp_path)
     clock.now += 3  # connecting
     account.take("dct_dp", 0)
@@ -65,7 +65,7 @@ def test_every_second_is_of_one_kind_over_restarts(tmp_path, clock):
     )
 
 
-def test_the_time_between_a_stop_and_a_resume_by_hand_is_nobodys(tmp_path, clock):
+def test_time_between_runs(tmp_path, clock):
     account = Goodput(tmp_path)
     account.take("dct_dp", 0)
     train(account, clock, 3)
@@ -77,7 +77,7 @@ def test_the_time_between_a_stop_and_a_resume_by_hand_is_nobodys(tmp_path, clock
     assert account.record()["seconds"] == 5 + 2 + 5 + 1
 
 
-def test_only_a_long_run_or_one_with_restarts_says_its_goodput(tmp_path, clock):
+def test_when_it_is_printed(tmp_path, clock):
     counter = Goodput(tmp_path)
     counter.take("dct_dp", 0)
     train(counter, clock, 3)
@@ -103,7 +103,7 @@ def test_only_a_long_run_or_one_with_restarts_says_its_goodput(tmp_path, clock):
         '{"lost": null}',
     ],
 )
-def test_a_file_that_is_none_of_ours_is_refused(text, tmp_path):
+def test_another_file(text, tmp_path):
     (tmp_path / goodput.FILE).write_text(text)
     with pytest.raises(ValueError, match=r"goodput.json must hold the counts of a run; got .*. Remove it"):
         Goodput(tmp_path)

@@ -45,7 +45,7 @@ def pipelined(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_pipeline_that_sends_everything_trains_like_workers_alone(dense, pipelined):
+def test_a_pipeline(dense, pipelined):
     """Dropout and order depend on the rows, not on the mesh."""
     (folder, expected), (second, records) = dense, pipelined
     assert len(set(expected.losses)) == 6
@@ -59,7 +59,7 @@ def test_a_pipeline_that_sends_everything_trains_like_workers_alone(dense, pipel
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dense_layers", ["late", "split"])
-def test_dense_layers_in_their_own_way_train_like_workers_alone(dense_layers, dense, tmp_path):
+def test_dense_layers(dense_layers, dense, tmp_path):
     """L2, momentum and dropout included."""
     _, expected = dense
     records = run(tmp_path, PlumpDp(), architecture=MLP, workers=2, dense_layers=dense_layers, **L2)
@@ -69,7 +69,7 @@ def test_dense_layers_in_their_own_way_train_like_workers_alone(dense_layers, de
 
 
 @pytest.mark.slow
-def test_matrices_over_devices_of_a_worker_train_like_workers_alone(dense, tmp_path):
+def test_model_parallel_matrices(dense, tmp_path):
     _, expected = dense
     records = run(tmp_path, PlumpDp(), architecture=MLP, workers=2, model_parallel=2, **L2)
     np.testing.assert_allclose(records.losses, expected.losses, rtol=1e-5)
@@ -80,7 +80,7 @@ def test_matrices_over_devices_of_a_worker_train_like_workers_alone(dense, tmp_p
     assert records.summary.ratio_to_dense == pytest.approx(4 * shards / records.summary.bytes_per_step)
 
 
-def test_workers_of_several_devices_train_like_workers_alone(dense, tmp_path):
+def test_fsdp(dense, tmp_path):
     """Parameters and rows sharded over two devices each: gradients exchanged, and with local steps."""
     _, expected = dense
     records = run(tmp_path / "fsdp", PlumpDp(), architecture=MLP, workers=2, fsdp=2, **L2)
@@ -99,7 +99,7 @@ def test_workers_of_several_devices_train_like_workers_alone(dense, tmp_path):
 
 
 @pytest.mark.parametrize("inside", ["fsdp", pytest.param("model_parallel", marks=pytest.mark.slow)])
-def test_workers_of_several_devices_form_slices(inside, dense, tmp_path):
+def test_slices_of_several_devices(inside, dense, tmp_path):
     """Two slices of one worker, which is two devices: shards are averaged inside a slice, and exchanged across."""
     _, expected = dense
     result = run(tmp_path, PlumpDp(), architecture=MLP, workers=2, slices=2, **{inside: 2}, **L2)
@@ -113,7 +113,7 @@ def test_workers_of_several_devices_form_slices(inside, dense, tmp_path):
     assert 0 < job.report.received_over("slice") < share / 3
 
 
-def test_layers_multiply_late_where_that_is_less_than_the_method():
+def test_late_layers():
     """24 rows, two workers, layers 64 - 256 - 16 - 10: late, both receive 24 (N + M) numbers together; dense, 2 N M."""
     wide = {"architecture": Architecture("mlp", {"hidden": (256, 16)}), "workers": 2, "dense_layers": "late"}
     job = make(PlumpDp(), **wide)
@@ -129,7 +129,7 @@ def test_layers_multiply_late_where_that_is_less_than_the_method():
     assert make(**wide).late.layers[0].bytes_reduce < late  # what the method sends of 10%
 
 
-def test_layers_in_slices_leave_the_method_the_others():
+def test_layers_in_slices():
     """Only biases, in one dense all-reduce: 32 + 16 + 10 numbers."""
     job = make(architecture=MLP, workers=2, dense_layers="split")
     program = job.report.program
@@ -147,13 +147,13 @@ def test_layers_in_slices_leave_the_method_the_others():
         (METHODS["slim_dp"], {}, r"with slim_dp, whose averaging of models .* would miss; got .*. Take another method"),
     ],
 )
-def test_what_does_not_go_with_dense_layers_is_refused(method, changes, message):
+def test_refusals_of_dense_layers(method, changes, message):
     with pytest.raises(ValueError, match=message):
         make(method, **{"architecture": MLP, "dense_layers": "late"} | changes)
 
 
 @pytest.mark.slow
-def test_a_pipeline_is_evaluated_as_the_whole_model(pipelined):
+def test_evaluation_of_a_pipeline(pipelined):
     _, result = pipelined
     params, stats = jax.device_get(make(PlumpDp(), **PIPELINE, **L2).model(result.state))
     assert params.keys() == {0, 1, 2}
@@ -165,7 +165,7 @@ def test_a_pipeline_is_evaluated_as_the_whole_model(pipelined):
     assert result.summary.scores["loss"] == pytest.approx(losses.mean(), rel=1e-5)
 
 
-def test_bytes_of_a_pipeline_are_the_average_over_its_devices():
+def test_bytes_of_a_pipeline():
     """By hand."""
     wide = PIPELINE | {"architecture": Architecture("mlp", {"hidden": (64, 64)}), "global_batch": 64}
     job = make(PlumpDp(), boundary=BoundaryFields(sparsity=0.75), **wide)
@@ -181,7 +181,7 @@ def test_bytes_of_a_pipeline_are_the_average_over_its_devices():
 
 
 @pytest.mark.slow
-def test_a_pipeline_learns_with_largest_activations_and_gradients_alone(tmp_path):
+def test_a_pipeline_learns(tmp_path):
     result = run(tmp_path, boundary=HALF, steps=30, **PIPELINE)
     assert result.losses[-1] < result.losses[0] - 0.3
     job, lines = make(boundary=HALF, steps=30, **PIPELINE), metrics(tmp_path, DCT_DP, HALF)
@@ -195,7 +195,7 @@ def test_a_pipeline_learns_with_largest_activations_and_gradients_alone(tmp_path
 
 
 @pytest.mark.slow
-def test_slices_that_send_everything_train_like_workers_alone(tmp_path):
+def test_slices(tmp_path):
     changes = {"steps": 6, "architecture": MLP}
     reference, sliced = (run(tmp_path / str(n), PlumpDp(), slices=n, **changes) for n in (1, 2))
     assert len(set(reference.losses)) == 6
@@ -206,7 +206,7 @@ def test_slices_that_send_everything_train_like_workers_alone(tmp_path):
     np.testing.assert_allclose(np.concatenate(flat[half:]), np.concatenate(flat[:half]), rtol=1e-4, atol=1e-6)
 
 
-def test_between_slices_the_method_is_used_on_shares():
+def test_methods_between_slices():
     """4 workers in 2 slices: dense inside, where each holds half of every tensor; compressed between slices."""
     parameters = 64 * 32 + 32 + 32 * 16 + 16 + 160 + 10
     assert parameters == SLOTS + 160 + 10
@@ -220,7 +220,7 @@ def test_between_slices_the_method_is_used_on_shares():
     assert sparse.report.received_over("data") == job.report.received_over("data")
 
 
-def test_groups_of_rows_that_do_not_fit_are_refused_before_training():
+def test_groups_of_rows():
     refused(lambda: make(architecture=MLP, rows_per_group=4), "Rows", "got 6 rows for groups of 4")
 
 
@@ -239,12 +239,12 @@ def test_groups_of_rows_that_do_not_fit_are_refused_before_training():
         ({"workers": 8, "stages": 2}, DCT_DP, r"got 8 for \(data=8, stage=2\)"),
     ],
 )
-def test_what_does_not_go_together_is_refused(changes, method, message):
+def test_settings_that_exclude(changes, method, message):
     with pytest.raises(ValueError, match=message):
         make(method, **changes)
 
 
-def test_the_model_of_a_pipeline_is_that_of_its_seed():
+def test_models_of_a_seed():
     job = make(**PIPELINE)
     for seed in (0, 3):
         params, _ = jax.device_get(job.model(job.start(seed)))

@@ -64,7 +64,7 @@ def member(store, index, count=3, timeout=60.0, deadline=60.0):
     return Liveness(store, Processes(index, count), timeout, deadline, ended.append), ended
 
 
-def test_a_silent_process_is_named_and_one_that_is_done_is_not():
+def test_silence():
     signs = Signs(3)
     signs.update({"0": "1 step 1", "1": "1 step 1", "2": "9 done"}, 0.0)
     signs.update({"0": "2 step 1", "1": "1 step 1", "2": "9 done"}, 10.0)
@@ -75,14 +75,14 @@ def test_a_silent_process_is_named_and_one_that_is_done_is_not():
     assert signs.silent(99.0, 10.0) == "no sign of life from process 0 (89 s), process 1 (87 s)"
 
 
-def test_a_process_that_never_came_is_silent():
+def test_a_process_that_never_came():
     signs = Signs(2)
     signs.update({"0": "1 starting"}, 0.0)
     signs.update({"0": "2 starting"}, 30.0)
     assert signs.silent(30.0, 20.0) == "no sign of life from process 1 (30 s)"
 
 
-def test_all_are_stuck_if_none_goes_on_whatever_they_live():
+def test_a_run_that_is_stuck():
     signs = Signs(2)
     signs.update({"0": "1 step 4", "1": "1 reading rows of step 4"}, 0.0)
     signs.update({"0": "2 step 4", "1": "2 reading rows of step 4"}, 50.0)
@@ -96,7 +96,7 @@ def test_all_are_stuck_if_none_goes_on_whatever_they_live():
     assert signs.stuck(999.0, 50.0) is None
 
 
-def test_processes_that_live_end_by_themselves():
+def test_living_processes_end():
     store = Memory()
     members = [member(store, index, timeout=2.0) for index in range(3)]
     with members[0][0], members[1][0], members[2][0]:
@@ -105,7 +105,7 @@ def test_processes_that_live_end_by_themselves():
     assert {value.partition(" ")[2] for value in store.values.values()} == {"done"}
 
 
-def test_a_process_that_falls_silent_ends_the_others(capsys):
+def test_a_silent_process_ends_all(capsys):
     store = Memory()
     (one, ended), (two, second_end) = member(store, 0, timeout=2.0), member(store, 1, timeout=2.0)
     store.values["jaxcomm/alive/2"] = "7 step 3"
@@ -116,7 +116,7 @@ def test_a_process_that_falls_silent_ends_the_others(capsys):
     assert lines[0].startswith("train: no sign of life from process 2 (")
 
 
-def test_an_error_ends_all_and_each_prints_it(capsys):
+def test_an_error_ends_all(capsys):
     store = Memory()
     members = [member(store, index) for index in range(3)]
     with members[0][0], members[1][0], members[2][0]:
@@ -127,7 +127,7 @@ def test_an_error_ends_all_and_each_prints_it(capsys):
     assert lines.count("and the rest") == 1
 
 
-def test_ctrl_c_says_so(capsys):
+def test_ctrl_c(capsys):
     store = Memory()
     one, ended = member(store, 0, count=1)
     with one:
@@ -136,7 +136,7 @@ def test_ctrl_c_says_so(capsys):
     assert capsys.readouterr().err == "train: process 0 has ended: interrupted\n"
 
 
-def test_a_collective_that_fails_lets_the_process_be_named_that_is_gone(capsys):
+def test_a_failed_collective(capsys):
     """The process whose collective has failed waits for some seconds: it is not the cause."""
     store = Memory()
     (one, ended), (two, second_end) = member(store, 0), member(store, 1)
@@ -149,13 +149,13 @@ def test_a_collective_that_fails_lets_the_process_be_named_that_is_gone(capsys):
     assert line.startswith("train: no sign of life from process 2 (")
 
 
-def test_what_jax_raises_is_told_from_bad_input():
+def test_errors_of_jax():
     gloo = "Gloo AllGather failed: Connection reset by peer"
     errors = [jax.errors.JaxRuntimeError(f"UNKNOWN: {gloo}"), ValueError(f"UNKNOWN: {gloo}"), ValueError(gloo)]
     assert [liveness.is_of_jax(error) for error in errors] == [True, True, False]
 
 
-def test_a_collective_that_fails_among_living_processes_is_an_error_of_its_own(capsys):
+def test_a_failed_collective_of_the_living(capsys):
     store = Memory()
     (one, ended), (two, second_end) = member(store, 0, count=2), member(store, 1, count=2)
     with one, two:
@@ -164,7 +164,7 @@ def test_a_collective_that_fails_among_living_processes_is_an_error_of_its_own(c
     assert set(capsys.readouterr().err.splitlines()) == {"train: process 0 has ended: JaxRuntimeError: out of memory"}
 
 
-def test_process_0_is_named_where_the_store_fails_or_hangs(capsys):
+def test_a_failing_store(capsys):
     for fault in ("broken", "slow"):
         store = Memory()
         one, ended = member(store, 1, timeout=0.3)
@@ -180,7 +180,7 @@ def test_process_0_is_named_where_the_store_fails_or_hangs(capsys):
         assert line.startswith(f"train: process 0, through which the others speak, {expected}")
 
 
-def test_a_run_that_stands_still_is_ended(capsys):
+def test_a_run_that_stands_still(capsys):
     store = Memory()
     (one, ended), (two, second_end) = member(store, 0, 2, deadline=2.0), member(store, 1, 2, deadline=2.0)
     with one, two:
@@ -194,7 +194,7 @@ def test_a_run_that_stands_still_is_ended(capsys):
     assert set(capsys.readouterr().err.splitlines()) == {message}
 
 
-def test_a_process_that_all_wait_for_is_named_once(capsys):
+def test_a_slow_process_is_named_once(capsys):
     store = Memory()
     one, _ = member(store, 0)
     store.values |= {f"jaxcomm/alive/{index}": f"{index} done" for index in (1, 2)}
@@ -210,14 +210,14 @@ def test_a_process_that_all_wait_for_is_named_once(capsys):
     )
 
 
-def test_a_slow_process_is_told_from_others():
+def test_a_slow_process():
     assert slowest({0: 1.0, 1: 1.9, 2: 1.0}) is None
     assert slowest({0: 1.0, 1: 2.0, 2: 1.0, 3: 1.1}) == (1, 2.0)
     assert slowest({0: 3.0, 1: 1.0}) == (0, 3.0)
     assert slowest({0: 3.0}) is None
 
 
-def test_a_process_measures_at_the_steps_of_all_and_says_so_after_some(monkeypatch):
+def test_times_of_processes(monkeypatch):
     monkeypatch.setattr("train.pace.COUNT", 2)
     clock = iter([10.0, 10.1, 12.0, 12.3, 13.0, 13.1])  # before and after each measurement
     monkeypatch.setattr("train.pace.time", SimpleNamespace(monotonic=lambda: next(clock)))

@@ -62,7 +62,7 @@ def saved(folder, method=DCT_DP):
     return sorted(int(path.name) for path in (folder / method.name / "checkpoints").iterdir())
 
 
-def test_a_run_stops_after_some_skipped_steps_in_a_row(damage, tmp_path):
+def test_skips_in_a_row(damage, tmp_path):
     """The last checkpoint from before them is kept, and lines are valid JSON."""
     damage(range(5, 100))
     progress = Told()
@@ -89,14 +89,14 @@ def test_a_run_stops_after_some_skipped_steps_in_a_row(damage, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_streak_is_counted_over_a_resume(damage, tmp_path):
+def test_skips_over_a_resume(damage, tmp_path):
     damage(range(3, 100))
     run(tmp_path, max_skipped=4, stop_after=5)
     with pytest.raises(ValueError, match="got steps 3 to 6 of dct_dp"):
         run(tmp_path, max_skipped=4)
 
 
-def test_a_checkpoint_that_is_due_waits_for_a_step_that_is_not_skipped(damage, tmp_path):
+def test_checkpoints_wait_for_good_steps(damage, tmp_path):
     damage([4, 5])
     run(tmp_path, checkpoint_every=4, stop_after=7)
     assert saved(tmp_path) == [6, 7]
@@ -104,7 +104,7 @@ def test_a_checkpoint_that_is_due_waits_for_a_step_that_is_not_skipped(damage, t
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", [DCT_DP, PlumpDp()], ids=run_name)
-def test_a_nan_skips_its_step_and_the_run_goes_on(method, damage, tmp_path):
+def test_a_nan_is_skipped(method, damage, tmp_path):
     damage([3])
     before, after, part = (run(tmp_path, method, stop_after=stop) for stop in (2, 3, 4))
     assert_same_bits(after.state.params, before.state.params)
@@ -126,7 +126,7 @@ QUIET = {"slim_dp": [1, 3, 5, 7, 9, 11], "local_sgd": [1, 2, 3, 5, 6, 7, 9, 10, 
 
 
 @pytest.mark.parametrize("case", ["dct_dp", "dct_dp, drained", "topk", "plump_dp", "dgc", "slim_dp", "local_sgd"])
-def test_bytes_are_those_of_the_exchange_and_two_scalars(case, uninterrupted):
+def test_bytes(case, uninterrupted):
     folder, whole = uninterrupted(case)
     model = Cnn((8, 8, 1), 10, rngs=nnx.Rngs(0))
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
@@ -154,7 +154,7 @@ def test_bytes_are_those_of_the_exchange_and_two_scalars(case, uninterrupted):
 
 
 @pytest.mark.slow
-def test_bytes_of_fragments_are_counted_in_their_steps(uninterrupted):
+def test_bytes_of_fragments(uninterrupted):
     """The largest tensor is one fragment, all others another: each costs as much as by itself."""
     folder, _ = uninterrupted("local_sgd, streaming")
     params = nnx.to_pure_dict(nnx.state(Cnn((8, 8, 1), 10, rngs=nnx.Rngs(0)), nnx.Param))
@@ -167,13 +167,13 @@ def test_bytes_of_fragments_are_counted_in_their_steps(uninterrupted):
 
 
 @pytest.mark.slow
-def test_a_new_core_is_chosen_when_the_most_expensive_steps_are_counted(uninterrupted):
+def test_a_new_core(uninterrupted):
     lines = metrics(uninterrupted("slim_dp")[0], METHODS["slim_dp"])
     assert [line["step"] for line in lines if line["sent"] == 4 * 151_306] == MOST["slim_dp"]
 
 
 @pytest.mark.parametrize("case", ["dct_dp", "slim_dp", "local_sgd"])
-def test_test_accuracy_is_the_models_on_the_test_split(case, uninterrupted):
+def test_test_accuracy(case, uninterrupted):
     """The evaluation pads the last batch, and is spread over the workers. Local workers are evaluated as merged."""
     _, whole = uninterrupted(case)
     model = Cnn((8, 8, 1), 10, rngs=nnx.Rngs(0))
@@ -191,7 +191,7 @@ def test_test_accuracy_is_the_models_on_the_test_split(case, uninterrupted):
     np.testing.assert_allclose(last.scores["loss"], loss / batches.num_examples, rtol=1e-5)
 
 
-def test_progress_is_told_of_every_step(tmp_path):
+def test_progress(tmp_path):
     progress = Told()
     ended = run(tmp_path, PlumpDp(), progress, stop_after=3)
     assert progress.messages == []
@@ -206,7 +206,7 @@ def test_progress_is_told_of_every_step(tmp_path):
 
 
 @pytest.mark.slow
-def test_one_worker_trains_without_traffic(tmp_path):
+def test_one_worker(tmp_path):
     ended = run(tmp_path, workers=1, stop_after=2)
     assert ended.summary.bytes_per_step == 0
     assert ended.summary.ratio_to_dense is None
@@ -224,7 +224,7 @@ def test_seeds_share_a_job(tmp_path, uninterrupted):
 
 
 @pytest.mark.slow
-def test_averaged_models_have_a_folder_of_their_own(tmp_path):
+def test_averaged_models(tmp_path):
     ended = run(tmp_path, PlumpDp(p=2), stop_after=2)
     assert ended.summary.method == "plump_dp-p2"
     assert [path.name for path in tmp_path.iterdir()] == ["plump_dp-p2"]
@@ -237,7 +237,7 @@ def test_averaged_models_have_a_folder_of_their_own(tmp_path):
         ({}, 3, "processes, .*; got 4 for 3"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(changes, processes, message, tmp_path):
+def test_bad_settings(changes, processes, message, tmp_path):
     experiment = dataclasses.replace(EXPERIMENT, out=tmp_path / "out", **changes)
     with pytest.raises(ValueError, match=message):
         train.loop.train(experiment, DCT_DP, Processes(0, processes), Told())
@@ -252,7 +252,7 @@ def test_settings_that_cannot_work_are_refused(changes, processes, message, tmp_
         ({"slice": 2, "data": 2}, ("slice", "data"), 3, 3),
     ],
 )
-def test_a_worker_whose_copy_has_parted_is_named(sizes, axis, device, worker):
+def test_a_copy_that_parted(sizes, axis, device, worker):
     mesh = jc.make_mesh(**sizes)
 
     def placed(copies):

@@ -55,7 +55,7 @@ def parallel(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_clicks_end_with_auc_and_log_loss(logged, tmp_path):
+def test_clicks(logged, tmp_path):
     result = run(tmp_path, PlumpDp(), data_dir=logged, **LOGGED)
     assert result.losses[-1] < result.losses[0]
     lines = metrics(tmp_path, PlumpDp())
@@ -80,7 +80,7 @@ def test_clicks_end_with_auc_and_log_loss(logged, tmp_path):
 
 
 @pytest.mark.slow
-def test_translations_end_with_bleu(parallel, tmp_path, monkeypatch):
+def test_translations(parallel, tmp_path, monkeypatch):
     """BLEU of the best translation of every test sentence; the loss is smoothed only in training."""
     scored = []
 
@@ -118,7 +118,7 @@ def test_translations_end_with_bleu(parallel, tmp_path, monkeypatch):
     assert result.summary.scores["loss"] == pytest.approx(entropies[labels != 0].mean(), rel=1e-4)
 
 
-def test_bleu_is_of_the_rows_that_are_real_and_in_their_order(parallel):
+def test_rows_of_bleu(parallel):
     """The references themselves have a BLEU of 100; padded rows are dropped."""
     experiment = dataclasses.replace(EXPERIMENT, **TRANSLATIONS, data_dir=parallel)
     job = SimpleNamespace(task=SimpleNamespace(scores=lambda rows: {"rows": len(rows["right"])}))
@@ -133,7 +133,7 @@ def test_bleu_is_of_the_rows_that_are_real_and_in_their_order(parallel):
 
 
 @pytest.mark.slow
-def test_a_run_that_is_stopped_is_not_translated(parallel, tmp_path, monkeypatch):
+def test_no_translation_of_a_stop(parallel, tmp_path, monkeypatch):
     """SIGTERM gives little time."""
     searched = []
     monkeypatch.setattr(train.loop, "bleu", lambda *_, **__: searched.append(1))

@@ -72,7 +72,7 @@ def help_of(read, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("argv", "name"), [([], "digits"), (["--seed", "3"], "digits"), (["method:top-k"], "digits"), (["mnist"], "mnist")]
 )
-def test_digits_is_the_default(argv, name):
+def test_the_default(argv, name):
     experiment = parse(argv)
     assert experiment.name == name
     assert dataclasses.replace(experiment, seed=0, method=CONFIGS[name].method) == CONFIGS[name]
@@ -104,14 +104,14 @@ def test_digits_is_the_default(argv, name):
         ),
     ],
 )
-def test_methods_are_chosen_on_the_command_line(argv, method):
+def test_choice_of_methods(argv, method):
     assert parse(["digits", "--workers", "2", *argv]) == dataclasses.replace(
         CONFIGS["digits"], workers=2, method=method
     )
 
 
 @pytest.mark.parametrize(("name", "guess"), [("digit", "did you mean 'digits'?"), ("imagenet", "got 'imagenet'")])
-def test_a_typo_lists_the_names(name, guess, started, capsys):
+def test_typos(name, guess, started, capsys):
     assert main([name, "--steps", "1"]) == 2
     message = capsys.readouterr().err
     assert message.startswith(f"train: An experiment must be one of {', '.join(CONFIGS)}; got ")
@@ -119,14 +119,14 @@ def test_a_typo_lists_the_names(name, guess, started, capsys):
 
 
 @pytest.mark.parametrize("argv", [["digits", "--stepz", "3"], ["digits", "--steps", "many"], ["method:none"]])
-def test_an_unknown_option_ends_with_2(argv, started, capsys):
+def test_unknown_options(argv, started, capsys):
     with pytest.raises(SystemExit) as ended:
         main(argv)
     assert ended.value.code == 2
     assert capsys.readouterr().err
 
 
-def test_help_explains_every_field(capsys, monkeypatch):
+def test_help_of_fields(capsys, monkeypatch):
     classes = {}
     for name in ("experiment", "comparison"):
         classes |= explained((ROOT / "configs" / f"{name}.py").read_text())
@@ -153,7 +153,7 @@ def test_help_explains_every_field(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("method", get_args(Method))
-def test_help_explains_every_option_of_a_method_and_no_other_field(method, capsys, monkeypatch):
+def test_help_of_methods(method, capsys, monkeypatch):
     name = re.sub("(?<!^)(?=[A-Z])", "-", method.__name__).lower()
     text = help_of(partial(parse, [f"method:{name}", "--help"]), capsys, monkeypatch)
     docs, options = documented(method), method().options()
@@ -167,7 +167,7 @@ def test_help_explains_every_option_of_a_method_and_no_other_field(method, capsy
 
 
 @pytest.mark.slow
-def test_a_run_leaves_table_records_metrics_and_figure(tmp_path, capsys):
+def test_files_of_a_run(tmp_path, capsys):
     table = ["--json", str(tmp_path / "new" / "table.json"), "--tensorboard"]
     argv = [*SHORT, "--out", str(tmp_path), *table, "method:top-k"]
     assert run(parse(argv), Processes()) == 0
@@ -199,7 +199,7 @@ def test_a_run_leaves_table_records_metrics_and_figure(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_pipeline_is_compared_with_one_that_sends_whole_activations(tmp_path):
+def test_a_pipeline_and_its_dense_twin(tmp_path):
     """Each in its own folder, also where both exchange gradients by the same method."""
     argv = [*SHORT, "--workers", "1", "--stages", "2", "--boundary.sparsity", "0.9", "method:plump-dp"]
     experiment = dataclasses.replace(parse(argv), architecture=MLP, out=tmp_path, json=tmp_path / "table.json")
@@ -216,7 +216,7 @@ def test_a_pipeline_is_compared_with_one_that_sends_whole_activations(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_overwrites_no_other_and_resume_stops_and_goes_on(tmp_path, capsys):
+def test_folders_and_resume(tmp_path, capsys):
     """The first run is stopped in the baseline: resuming finishes that, and then trains the method."""
     argv = [*SHORT, "--out", str(tmp_path)]
     assert run(parse([*argv, "--stop-after", "2", "method:top-k"]), Processes()) == 0
@@ -267,7 +267,7 @@ def test_a_run_overwrites_no_other_and_resume_stops_and_goes_on(tmp_path, capsys
         ),
     ],
 )
-def test_bad_values_are_refused_before_a_folder_is_made(argv, message, started, tmp_path, capsys):
+def test_bad_values(argv, message, started, tmp_path, capsys):
     out = tmp_path / "runs"
     assert main([*SHORT, "--out", str(out), *argv]) == 2
     text = capsys.readouterr().err
@@ -291,7 +291,7 @@ def test_bad_values_are_refused_before_a_folder_is_made(argv, message, started, 
         (["method:quant-dp", "--method.bits", "3"], ["'--method.bits'", "('2', '4', '8', '16')"]),
     ],
 )
-def test_bad_options_of_a_method_are_refused_as_they_are_read(argv, message, capsys, monkeypatch):
+def test_bad_options_of_methods(argv, message, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     with pytest.raises(SystemExit) as ended:
         main([*SHORT, *argv])
@@ -301,14 +301,14 @@ def test_bad_options_of_a_method_are_refused_as_they_are_read(argv, message, cap
         assert part in text
 
 
-def test_a_variable_that_is_no_number_is_named(started, monkeypatch, tmp_path, capsys):
+def test_a_bad_variable(started, monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("JAXCOMM_NUM_PROCESSES", "two")
     assert main([*SHORT, "--out", str(tmp_path / "runs")]) == 2
     assert "JAXCOMM_NUM_PROCESSES must be an integer; got 'two'" in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_sigterm_saves_and_resume_finishes_as_if_nothing_had_happened(tmp_path):
+def test_sigterm_and_resume(tmp_path):
     options = [*SHORT[2:], "--steps", "200", "--checkpoint-every", "10", "--no-baseline"]
     method = ["method:dct-dp", "--method.sparsity", "0.9", "--method.life-span", "7"]
     argv = [sys.executable, "-m", "train", "digits", *options, "--out", str(tmp_path / "runs")]

@@ -50,7 +50,7 @@ SHAPES = {"w": jax.ShapeDtypeStruct((64, 64), np.float32), "b": jax.ShapeDtypeSt
     ],
     ids=lambda case: case if isinstance(case, str) else run_name(case),
 )
-def test_a_chain_is_in_order_and_sends_no_more_than_dense(method, decay):
+def test_order_and_bytes_of_chains(method, decay):
     """The experiment's momentum and decay are not 0, so that their order matters."""
     assert EXPERIMENT.momentum > 0
     assert EXPERIMENT.weight_decay > 0
@@ -69,7 +69,7 @@ def test_a_chain_is_in_order_and_sends_no_more_than_dense(method, decay):
 
 
 @pytest.mark.parametrize("method", get_args(Method))
-def test_the_name_is_the_factorys(method):
+def test_names_of_factories(method):
     """Which is the name that a user would write."""
     assert callable(getattr(jc, method.name))
     state = jax.eval_shape(make_exchange(method(), momentum=0.5).init, SHAPES)
@@ -84,7 +84,7 @@ def test_names():
     ]
 
 
-def test_a_boundary_has_a_name_of_its_own():
+def test_names_of_boundaries():
     """Otherwise a pipeline of plump_dp would write into the folder of its baseline, whose boundary sends everything."""
     assert [
         run_name(PlumpDp(), boundary)
@@ -106,7 +106,7 @@ def test_a_boundary_has_a_name_of_its_own():
     ],
     ids=lambda case: case if isinstance(case, str) else run_name(case),
 )
-def test_adam_and_muon_take_the_place_of_momentum(method, optimizer):
+def test_adam_and_muon(method, optimizer):
     experiment = dataclasses.replace(EXPERIMENT, optimizer=optimizer)
     if isinstance(method, Demo | Dgc | Iwp):
         with pytest.raises(ValueError, match=f"which has momentum inside; got {optimizer}"):
@@ -117,7 +117,7 @@ def test_adam_and_muon_take_the_place_of_momentum(method, optimizer):
     assert jc.wire_report(tx, SHAPES, 4) == jc.wire_report(make_chain(EXPERIMENT, method), SHAPES, 4)
 
 
-def test_some_parameters_alone_are_compressed():
+def test_partial_compression():
     experiment = dataclasses.replace(EXPERIMENT, compress="w")
     received = jc.wire_report(make_chain(experiment, TopK(sparsity=0.9)), SHAPES, 4).received
     compressed = jc.wire_report(jc.topk(0.9), {"w": SHAPES["w"]}, 4).received
@@ -125,7 +125,7 @@ def test_some_parameters_alone_are_compressed():
 
 
 @pytest.mark.parametrize("method", [*METHODS[: -len(OTHERS)], PlumpDp(p=3)], ids=run_name)
-def test_slices_use_a_method_between_them(method):
+def test_slices(method):
     experiment = dataclasses.replace(EXPERIMENT, slices=2)
     if method.period is not None:
         with pytest.raises(ValueError, match=f"With --slices workers must .*; got {run_name(method)}, whose"):
@@ -149,7 +149,7 @@ def test_slices_use_a_method_between_them(method):
     assert (report.received_over("slice") == dense) == (method == PlumpDp())
 
 
-def test_adam_is_that_of_the_papers():
+def test_adam_of_the_papers():
     """With a gradient of 1, a step is as long as the learning rate, and decay is AdamW's."""
     experiment = dataclasses.replace(
         EXPERIMENT, optimizer="adam", learning_rate=0.01, warmup_steps=0, schedule="constant", weight_decay=0.5
@@ -177,13 +177,13 @@ def first_step(method, gradients, **changes):
     return jc.state.global_params(step(state, jnp.ones((2,)))[0])
 
 
-def test_demo_changes_parameters_by_a_sign_of_its_size():
+def test_size_of_demo():
     after = first_step(Demo(k=1, sign_size=0.25), {"w": np.full((40, 40), -3.0), "b": np.full((4,), 7.0)})
     np.testing.assert_allclose(after["w"], 2 - 0.01 * (-0.25 + 0.5 * 2), rtol=1e-6)
     np.testing.assert_allclose(after["b"], 2 - 0.01 * (0.25 + 0.5 * 2), rtol=1e-6)
 
 
-def test_muon_changes_matrices_as_much_as_adam_and_others_by_it():
+def test_size_of_muon():
     """Adam's first step is +-1; Muon's has a root mean square of about 0.2, like Adam's later steps."""
     gradient = np.random.default_rng(0).normal(size=(64, 32)).astype(np.float32)
     options = {"optimizer": "muon", "nesterov": False}
@@ -208,7 +208,7 @@ def test_muon_changes_matrices_as_much_as_adam_and_others_by_it():
         (PlumpDp, {"p": 0}, "p must"),
     ],
 )
-def test_the_library_checks_the_options(method, options, message):
+def test_bad_options(method, options, message):
     with pytest.raises(ValueError, match=message):
         method(**options)
 
@@ -248,7 +248,7 @@ LOCAL = [SlimDp(alpha=0.9, beta=0.9), LocalSgd(steps=2, outer_learning_rate=1.0,
     ],
     ids=lambda case: case if isinstance(case, str) else str(case) if isinstance(case, bool) else run_name(case),
 )
-def test_momentum_and_decay_are_those_of_sgd(method, decay, nesterov):
+def test_momentum_and_decay(method, decay, nesterov):
     """Only decay, which is ten times as strong with L2 as when decoupled; then with a gradient."""
     inside = isinstance(method, Dgc | Iwp)  # their momentum is heavy-ball, whatever the experiment's is
     for gradient in (0.0, -3.0):
@@ -257,12 +257,12 @@ def test_momentum_and_decay_are_those_of_sgd(method, decay, nesterov):
         assert result - 1 == pytest.approx(expected - 1, rel=1e-4)
 
 
-def test_l2_under_momentum_is_ten_times_as_strong():
+def test_l2_under_momentum():
     decoupled, l2 = (1 - trained(PlumpDp(), 0.0, steps=20, decay=decay) for decay in ("decoupled", "l2"))
     assert l2 > 5 * decoupled
 
 
-def test_l2_is_added_once_to_gradients_that_are_already_reduced():
+def test_l2_of_reduced_gradients():
     """To one worker's copy or to the mean, as parameters are replicated."""
     experiment = dataclasses.replace(EXPERIMENT, decay="l2", weight_decay=0.5, warmup_steps=0)
     x = jnp.asarray([[1.0, 2.0], [3.0, -4.0]])
@@ -286,7 +286,7 @@ def test_l2_is_added_once_to_gradients_that_are_already_reduced():
         np.testing.assert_allclose(mask[name], leaf, rtol=1e-5)
 
 
-def test_thresholds_change_with_the_steps():
+def test_schedules_of_thresholds():
     """Two steps with an importance between two thresholds: at 0.1 all is sent, at 10 nothing."""
     tx = make_exchange(Iwp(alpha=(0.1, 10.0), change_at=(1,), random_selection=False, density=1.0), momentum=0.0)
     params = {"w": jnp.ones((1024,))}
@@ -311,7 +311,7 @@ def test_thresholds_change_with_the_steps():
         ({"beta": (0.0, -1.0), "change_at": (3,)}, "got (0.0, -1.0)"),
     ],
 )
-def test_thresholds_that_cannot_be(options, message):
+def test_bad_thresholds(options, message):
     refused(lambda: Iwp(**options), f"{next(iter(options))} must be ", message)
 
 
@@ -327,18 +327,18 @@ def test_thresholds_that_cannot_be(options, message):
         (LocalSgd(steps=2), []),
     ],
 )
-def test_steps_that_are_known_to_cost_the_most(method, steps):
+def test_the_most_expensive_steps(method, steps):
     assert [step for step in range(1, 10) if is_rare(method, step)] == steps
 
 
-def test_without_momentum_the_optimizer_holds_no_copy_of_the_parameters():
+def test_no_momentum_no_copy():
     params = {"table": jnp.zeros((1000, 8))}
     for momentum, copies in ((0.0, 0), (0.9, 1)):
         state = make_chain(dataclasses.replace(EXPERIMENT, momentum=momentum), PlumpDp()).init(params)
         assert sum(leaf.size for leaf in jax.tree.leaves(state)) // 8000 == copies
 
 
-def test_what_came_later_is_in_a_record_where_it_is_not_as_before():
+def test_new_fields_in_records():
     """So that runs and checkpoints from before go on."""
     before = describe(EXPERIMENT, TopK())
     assert not {"pipeline_schedule", "method.residual_dtype", "delay", "fsdp"} & set(before)
@@ -348,7 +348,7 @@ def test_what_came_later_is_in_a_record_where_it_is_not_as_before():
     assert after == before | fields
 
 
-def test_a_record_of_few_bits_is_of_its_format():
+def test_records_of_few_bits():
     """Records of before tiles had zero points are of another codec, and are not taken for this one's."""
     few = dataclasses.replace(EXPERIMENT, boundary=BoundaryFields(value_dtype="int4"))
     before, after = (describe(experiment, TopK()) for experiment in (EXPERIMENT, few))

@@ -43,7 +43,7 @@ def scalars(events):
     return {(value.tag, event.step): value.simple_value for event in events for value in event.summary.value}
 
 
-def test_a_line_has_the_seconds_since_the_run_began_without_what_is_between_a_stop_and_a_resume(tmp_path, monkeypatch):
+def test_seconds_over_resumes(tmp_path, monkeypatch):
     clock = itertools.count(100.0, 1.5)  # at the start, and at every line
     monkeypatch.setattr(train.metrics.time, "perf_counter", lambda: next(clock))
     assert [line["seconds"] for line in record(tmp_path, {1: 1.0, 2: 1.0})] == [1.5, 3.0]
@@ -51,7 +51,7 @@ def test_a_line_has_the_seconds_since_the_run_began_without_what_is_between_a_st
     assert [line["seconds"] for line in record(tmp_path, {2: 1.0, 3: 1.0}, after=1)] == [1.5, 3.5, 5.5]
 
 
-def test_lines_of_before_there_were_seconds_are_gone_on_from(tmp_path):
+def test_lines_without_seconds(tmp_path):
     record(tmp_path, {1: 1.0})
     path = tmp_path / "metrics.jsonl"
     line = json.loads(path.read_text())
@@ -60,7 +60,7 @@ def test_lines_of_before_there_were_seconds_are_gone_on_from(tmp_path):
     assert [line.get("seconds", -1) >= 0 for line in record(tmp_path, {2: 1.0}, after=1)] == [False, True]
 
 
-def test_tensorboard_reads_every_number_of_every_step(tmp_path):
+def test_tensorboard(tmp_path):
     record(tmp_path, {1: 4.0, 2: math.nan}, tensorboard=True, schedule=lambda steps: 0.5**steps)
     (path,) = tmp_path.glob("events.out.tfevents.*")
     numbers = scalars(read_events(path))
@@ -77,7 +77,7 @@ def test_tensorboard_reads_every_number_of_every_step(tmp_path):
     assert numbers == expected | second
 
 
-def test_tensorboard_drops_what_was_written_after_the_checkpoint(tmp_path, monkeypatch):
+def test_tensorboard_after_a_resume(tmp_path, monkeypatch):
     record(tmp_path, {1: 4.0, 2: 3.0, 3: 2.0}, tensorboard=True)
     before = set(tmp_path.glob("events.*"))
     monkeypatch.setattr("tensorboardX.event_file_writer.time.time", lambda: 2e9)  # files are named by the second
@@ -92,11 +92,11 @@ def test_tensorboard_drops_what_was_written_after_the_checkpoint(tmp_path, monke
     }
 
 
-def test_without_the_option_there_are_no_scalars(tmp_path):
+def test_no_tensorboard(tmp_path):
     record(tmp_path, {1: 4.0})
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_a_missing_writer_is_named(tmp_path, monkeypatch):
+def test_a_missing_writer(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "tensorboardX", None)
     refused(lambda: record(tmp_path, {1: 4.0}, tensorboard=True), "tensorboardX", "got none")

@@ -60,7 +60,7 @@ def plan_file(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_by_a_plan_ends_and_goes_on(plan_file, tmp_path, capsys):
+def test_a_run_by_a_plan(plan_file, tmp_path, capsys):
     args = [*SMALL, "--plan", str(plan_file), "--out", str(tmp_path / "runs")]
     assert main([*args, "--stop-after", "2"]) == 0
     assert "plan" in capsys.readouterr().out
@@ -75,7 +75,7 @@ def test_a_run_by_a_plan_ends_and_goes_on(plan_file, tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["late", "split"])
-def test_a_run_computes_dense_layers_as_its_plan_says(way, tmp_path, capsys):
+def test_dense_layers_of_a_plan(way, tmp_path, capsys):
     plan_file, record = tmp_path / "plan.json", plan_record(CONFIGS["alexnet_digits"].architecture)
     layers = {path.rpartition("/")[0] for path, (shape, _) in record["tensors"].items() if len(shape) == 2}
     late = sorted(layers)[:1]  # of the others the gradients are exchanged
@@ -93,7 +93,7 @@ def test_a_run_computes_dense_layers_as_its_plan_says(way, tmp_path, capsys):
     assert way == "split" or f"1 of {len(layers)} dense layers multiply late" in out
 
 
-def test_a_plan_for_another_run_is_refused(plan_file, tmp_path):
+def test_another_run(plan_file, tmp_path):
     args = [*SMALL, "--plan", str(plan_file), "--out", str(tmp_path / "runs")]
     for changes, message in (
         (["--workers", "4"], "A plan must be for 2 workers; got 4"),
@@ -106,7 +106,7 @@ def test_a_plan_for_another_run_is_refused(plan_file, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-def test_advice_is_for_workers_that_hold_the_whole_model():
+def test_whole_models_alone():
     digits = CONFIGS["digits"]
     for change in ({"stages": 2}, {"slices": 2}, {"dense_layers": "late"}, {"embeddings": "rows"}):
         with pytest.raises(ValueError, match="--advise must be of workers that hold the whole model"):
@@ -114,7 +114,7 @@ def test_advice_is_for_workers_that_hold_the_whole_model():
 
 
 @pytest.mark.slow
-def test_the_trainer_advises_and_writes_a_plan_that_it_can_run(tmp_path, capsys):
+def test_advice_to_plan_to_run(tmp_path, capsys):
     file = tmp_path / "plan.json"
     assert main([*SMALL, "--advise", "--plan", str(file), "--json", str(tmp_path / "advice.json")]) in (0, 3)
     out = capsys.readouterr().out
@@ -124,7 +124,7 @@ def test_the_trainer_advises_and_writes_a_plan_that_it_can_run(tmp_path, capsys)
     assert main([*SMALL, "--plan", str(file), "--out", str(tmp_path / "runs")]) == 0
 
 
-def test_a_run_says_how_far_it_is_from_its_prediction():
+def test_distance_from_the_prediction():
     assert compare(0.1, [0.11, 0.12, 5.0]).endswith("predicted were 100.0.")
     assert "more than 20% off" in compare(0.1, [0.13, 0.13])
     assert "more than 20% off" in compare(0.1, [0.05])

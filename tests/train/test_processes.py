@@ -84,7 +84,7 @@ def assert_like_simulated(lines, expected, rtol):
 
 
 @pytest.mark.slow
-def test_three_hosts_train_like_three_simulated_workers(tmp_path):
+def test_three_hosts(tmp_path):
     """In network namespaces as root, otherwise on loopback; the lab sets JAXCOMM_... for each."""
     argv = [*FEW, "--workers", "3", "--steps", "6", "--eval-every", "3"]
     command = [sys.executable, "-m", "train", *argv, "--out", str(tmp_path / "hosts"), *LOCAL]
@@ -105,7 +105,7 @@ def test_three_hosts_train_like_three_simulated_workers(tmp_path):
 
 
 @pytest.mark.slow
-def test_two_hosts_hold_a_stage_each(tmp_path):
+def test_two_stages(tmp_path):
     """Both read all rows, and write one checkpoint together, from which the whole goes on."""
     argv = [*FEW, "--steps", "3", "--workers", "1", "--stages", "2", "--boundary.sparsity", "0.9", "--no-baseline"]
     argv, method = [*argv, "--eval-every", "3", "--micro-batches", "2"], ["method:plump-dp"]
@@ -126,7 +126,7 @@ def test_two_hosts_hold_a_stage_each(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hosts", [2, 4])
-def test_hosts_that_share_workers_train_on_their_own_like_simulated_ones(hosts, tmp_path):
+def test_local_workers_on_hosts(hosts, tmp_path):
     """Two workers of two devices each, on two hosts or four: local steps, whose loss is a host's own, and shards."""
     argv = [*FEW, "--workers", "2", "--steps", "6", "--eval-every", "3", "--no-baseline"]
     method = ["method:local-sgd", "--method.steps", "2"]
@@ -145,7 +145,7 @@ def test_hosts_that_share_workers_train_on_their_own_like_simulated_ones(hosts, 
 
 
 @pytest.mark.slow
-def test_hosts_that_are_slices_train_like_simulated_ones(tmp_path):
+def test_slices_on_hosts(tmp_path):
     """On each of two hosts, one worker of two devices: shards cross the link between the hosts alone."""
     argv = [
         *FEW,
@@ -172,7 +172,7 @@ def test_hosts_that_are_slices_train_like_simulated_ones(tmp_path):
 
 
 @pytest.mark.slow
-def test_two_hosts_that_exchange_beside_their_gradients_train_like_simulated_workers(tmp_path):
+def test_exchanges_beside_gradients(tmp_path):
     """Between hosts, a step is three programs in two threads; here, it is one."""
     argv = [*FEW, "--workers", "2", "--delay", "1", "--steps", "8", "--eval-every", "4", "--no-baseline"]
     command = [sys.executable, "-m", "train", *argv, "--out", str(tmp_path / "hosts"), *METHOD]
@@ -196,12 +196,12 @@ def test_two_hosts_that_exchange_beside_their_gradients_train_like_simulated_wor
         (3, 1, [(0, 1)] * 3),
     ],
 )
-def test_processes_that_share_a_worker_read_the_same_rows(count, workers, parts):
+def test_a_worker_of_two_processes(count, workers, parts):
     assert [rows_of(Processes(index, count), workers) for index in range(count)] == parts
 
 
 @pytest.mark.slow
-def test_sigterm_to_one_process_stops_all_and_they_go_on_together(tmp_path):
+def test_sigterm_to_one(tmp_path):
     """Two processes of two workers each."""
     argv = [*FEW, "--steps", "200", "--eval-every", "200", "--checkpoint-every", "10", "--no-baseline"]
     folder = tmp_path / "runs" / "digits"
@@ -257,13 +257,13 @@ def test_sigterm_to_one_process_stops_all_and_they_go_on_together(tmp_path):
     assert np.mean([line["loss"] for line in lines[-20:]]) < 0.3
 
 
-def test_alone_without_flags_and_variables(joined):
+def test_no_flags_and_variables(joined):
     assert connect(None, None, None) == Processes(0, 1)
     assert connect("127.0.0.1:9777", 0, 1) == Processes(0, 1)
     assert joined == []
 
 
-def test_flags_go_before_variables(joined, monkeypatch):
+def test_flags_before_variables(joined, monkeypatch):
     for name, value in zip(VARIABLES, ("10.0.0.1:9777", "1", "4"), strict=True):
         monkeypatch.setenv(name, value)
     assert connect(None, None, None) == Processes(1, 4)
@@ -287,13 +287,13 @@ def test_flags_go_before_variables(joined, monkeypatch):
         (("127.0.0.1:9777", 0, 0), "got 0 of 0"),
     ],
 )
-def test_flags_that_contradict_each_other(argv, message, joined):
+def test_contradictions(argv, message, joined):
     with pytest.raises(ValueError, match=re.escape(message)):
         connect(*argv)
     assert joined == []
 
 
-def test_a_name_that_is_not_known_yet_is_waited_for(joined, monkeypatch, capsys):
+def test_a_name_that_comes_later(joined, monkeypatch, capsys):
     """Those of pods appear late."""
     monkeypatch.setattr(train.processes, "_check_own_name", lambda: None)
     find, failures = socket.getaddrinfo, [socket.gaierror(-2, "Name or service not known")] * 2
@@ -315,7 +315,7 @@ def test_a_name_that_is_not_known_yet_is_waited_for(joined, monkeypatch, capsys)
     assert len(joined) == 1
 
 
-def test_a_host_that_does_not_know_its_own_name_is_refused(joined, monkeypatch):
+def test_an_unknown_own_name(joined, monkeypatch):
     monkeypatch.setattr(socket, "gethostname", lambda: "no-such-name.invalid")
     message = (
         "own name must have an address, .* got 'no-such-name.invalid': .* Write it into /etc/hosts, with the address"
@@ -328,7 +328,7 @@ def test_a_host_that_does_not_know_its_own_name_is_refused(joined, monkeypatch):
     assert joined == []
 
 
-def test_a_connection_outlasts_a_link_that_is_cut_for_less_than_the_peer_timeout(joined):
+def test_a_short_cut_of_a_link(joined):
     """gRPC ends one after 20 s, whatever JAX is told."""
     before = len(os.listdir("/proc/self/fd"))
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as line:
@@ -340,7 +340,7 @@ def test_a_connection_outlasts_a_link_that_is_cut_for_less_than_the_peer_timeout
     assert len(joined) == 2
 
 
-def test_processes_that_have_not_come_back_are_left_out(joined, monkeypatch):
+def test_absent_processes(joined, monkeypatch):
     monkeypatch.setattr(train.processes, "meet", lambda *_: Meeting(1, 2, (1,), ()))
     assert connect("127.0.0.1:9777", 2, 3) == Processes(1, 2, missing=(1,))
     assert joined == [("127.0.0.1:9777", 2, 1)]
@@ -349,14 +349,14 @@ def test_processes_that_have_not_come_back_are_left_out(joined, monkeypatch):
     assert len(joined) == 1
 
 
-def test_a_launchers_variable_that_is_no_number(joined, monkeypatch):
+def test_a_bad_variable_of_a_launcher(joined, monkeypatch):
     monkeypatch.setenv("SLURM_NTASKS", "abc")
     monkeypatch.setenv("SLURM_PROCID", "0")
     refused(lambda: connect(None, None, None), "SLURM_NTASKS", "got 'abc'")
 
 
 @pytest.mark.parametrize("name", VARIABLES[1:])
-def test_a_variable_that_is_no_number(name, joined, monkeypatch):
+def test_a_bad_variable(name, joined, monkeypatch):
     monkeypatch.setenv(name, "first")
     with pytest.raises(ValueError, match=f"{name} must be an integer; got 'first'"):
         connect("127.0.0.1:9777", None, None)
@@ -366,9 +366,7 @@ def test_a_variable_that_is_no_number(name, joined, monkeypatch):
     ("workers", "batch", "message"),
     [("4", "24", "--workers must be a multiple of the number of processes"), ("0", "24", "--workers must be at")],
 )
-def test_workers_that_the_processes_cannot_share_are_refused_before_waiting(
-    workers, batch, message, joined, monkeypatch, tmp_path, capsys
-):
+def test_workers_that_cannot_be_shared(workers, batch, message, joined, monkeypatch, tmp_path, capsys):
     """Otherwise the process would wait minutes for the others before it says so."""
     monkeypatch.setattr(train.__main__, "prepare_jax", lambda devices: None)
     monkeypatch.setattr(train.__main__, "run", lambda *_, **__: pytest.fail("started"))
@@ -392,7 +390,7 @@ def test_workers_that_the_processes_cannot_share_are_refused_before_waiting(
         ({"JAX_COORDINATOR_ADDRESS": "10.0.0.1:9777"}, [], 2),
     ],
 )
-def test_a_process_simulates_its_share_of_the_workers_and_stages(variables, flags, processes, joined, monkeypatch):
+def test_shares_of_workers_and_stages(variables, flags, processes, joined, monkeypatch):
     """With more devices per process, the mesh of all workers would be on the first process alone."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -409,7 +407,7 @@ def test_a_process_simulates_its_share_of_the_workers_and_stages(variables, flag
     assert devices == [None if asked_jax else 4 // processes]
 
 
-def test_prepare_jax_enlarges_the_thread_pool_for_several_devices_unless_it_is_set(monkeypatch):
+def test_thread_pools(monkeypatch):
     updates = []
     monkeypatch.setenv("MALLOC_MMAP_MAX_", "0")  # otherwise this process would keep all memory that the tests free
     monkeypatch.setattr(jax.config, "update", lambda *arguments: updates.append(arguments))
@@ -439,7 +437,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="an option of glibc")
 @pytest.mark.parametrize(("variables", "is_kept"), [({}, True), ({"MALLOC_TRIM_THRESHOLD_": "131072"}, False)])
-def test_freed_memory_is_used_again_unless_glibc_is_told_otherwise(variables, is_kept):
+def test_freed_memory(variables, is_kept):
     # With large pages a buffer of 160 MB has 80 pages, with usual ones 39,062.
     env = {**os.environ, **variables}
     out = subprocess.run([sys.executable, "-c", _KEEPS], env=env, capture_output=True, text=True, check=True).stdout

@@ -8,7 +8,7 @@ import pytest
 from train.records import Records
 
 
-def test_a_record_is_made_once_and_found_by_a_later_run(tmp_path):
+def test_once_and_again(tmp_path):
     path, calls = tmp_path / "new" / "records.json", []
 
     def make():
@@ -32,7 +32,7 @@ def test_a_record_is_made_once_and_found_by_a_later_run(tmp_path):
             Records(path)
 
 
-def test_a_file_of_other_settings_is_refused_by_the_setting(tmp_path):
+def test_other_settings(tmp_path):
     path = tmp_path / "records.json"
     records = Records(path)
     records.add({"about": {"steps": 400, "pair": (1, 2)}, "seed": 0})

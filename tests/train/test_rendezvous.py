@@ -42,7 +42,7 @@ def together(address, *members, seconds=20.0, **options):
     return [answers[place] for place in range(len(members))]
 
 
-def test_all_that_come_keep_their_numbers_and_the_port_is_free(address):
+def test_numbers_and_the_port(address):
     answers = together(address, (2, 3), (0, 3), (1, 3))
     assert [(meeting.index, meeting.count, meeting.missing) for meeting in answers] == [
         (2, 3, ()),
@@ -56,7 +56,7 @@ def test_all_that_come_keep_their_numbers_and_the_port_is_free(address):
     assert [answers[place].lines[0].recv(1) for place in (0, 2)] == [b"", b""]  # process 0 is gone
 
 
-def test_who_is_missing_is_named_meanwhile_and_at_the_end(address, capsys):
+def test_missing_members(address, capsys):
     first, second = together(address, (0, 4), (2, 4), seconds=1.0)
     place = f"127.0.0.1:{address[1]}"
     for error in (first, second):
@@ -65,7 +65,7 @@ def test_who_is_missing_is_named_meanwhile_and_at_the_end(address, capsys):
     assert f"train: waiting for processes 1, 3 at {place}\n" in capsys.readouterr().err
 
 
-def test_process_0_is_named_where_it_does_not_come(address, capsys, monkeypatch):
+def test_no_process_0(address, capsys, monkeypatch):
     monkeypatch.setattr(rendezvous, "LATE", 0.0)
     (error,) = together(address, (1, 2), seconds=1.0)
     assert isinstance(error, TimeoutError)
@@ -73,7 +73,7 @@ def test_process_0_is_named_where_it_does_not_come(address, capsys, monkeypatch)
     assert f"waiting for process 0 at 127.0.0.1:{address[1]} (Connection refused)" in capsys.readouterr().err
 
 
-def test_fewer_go_on_where_that_fits_under_new_numbers(address):
+def test_fewer_members(address):
     options = {"fits": lambda count: count in (2, 4), "patience": 0.5}
     answers = together(address, (0, 4), (3, 4), **options)
     assert [(member.index, member.count, member.missing) for member in answers] == [(0, 2, (1, 2)), (1, 2, (1, 2))]
@@ -82,7 +82,7 @@ def test_fewer_go_on_where_that_fits_under_new_numbers(address):
     assert "the others go on as 2 processes, and without process 3" in str(third)
 
 
-def test_too_few_wait_on(address):
+def test_too_few_members(address):
     (error,) = together(address, (0, 3), seconds=1.0, fits=lambda count: count >= 2, patience=0.1)
     assert "processes 1, 2 did not come" in str(error)
 
@@ -94,7 +94,7 @@ def test_too_few_wait_on(address):
         ([(0, 3), (1, 4)], "got --num-processes 3 in process 0 and 4 in process 1"),
     ],
 )
-def test_what_contradicts_itself_ends_all(members, message, address):
+def test_contradictions(members, message, address):
     for error in together(address, *members):
         assert isinstance(error, ValueError)
         assert message in str(error)
@@ -103,7 +103,7 @@ def test_what_contradicts_itself_ends_all(members, message, address):
 HELLO = b'{"process": 1, "count": 2}\n'
 
 
-def test_a_process_that_ends_while_it_waits_may_come_again_and_strangers_do_not_count(address):
+def test_members_and_strangers_that_come_again(address):
     answers, sockets, is_over = [], [], threading.Event()
     thread = threading.Thread(target=lambda: answers.extend(together(address, (0, 2))))
     thread.start()
@@ -139,7 +139,7 @@ def test_a_process_that_ends_while_it_waits_may_come_again_and_strangers_do_not_
 
 
 @pytest.mark.parametrize("hello", [HELLO, HELLO + HELLO])
-def test_a_number_whose_host_is_gone_is_taken_by_who_comes_again(hello, address, monkeypatch):
+def test_a_number_of_a_lost_host(hello, address, monkeypatch):
     """The connection of a host without power stays open, whether or not it has answered once."""
     monkeypatch.setattr(rendezvous, "ANSWER", 0.5)
     answers = []
@@ -167,7 +167,7 @@ def test_a_number_whose_host_is_gone_is_taken_by_who_comes_again(hello, address,
         b"[" * 4000,
     ],
 )
-def test_what_is_no_process_0_is_not_believed(text, address, monkeypatch):
+def test_no_rendezvous(text, address, monkeypatch):
     monkeypatch.setattr(rendezvous, "LATE", 0.0)
     with socket.create_server(address) as server:
 

@@ -98,7 +98,7 @@ def drawn(axes):
     return [(colour(entry.get_color()), entry.get_marker() == "o", entry.get_xydata().tolist()) for entry in axes.lines]
 
 
-def test_a_browser_shows_every_figure_and_number_of_a_run(folder, tmp_path, capsys):
+def test_a_page_in_a_browser(folder, tmp_path, capsys):
     assert main(["report", str(folder)]) == 0
     page = folder / "report.html"
     assert capsys.readouterr().out == f"2 runs in {page}\n"
@@ -130,7 +130,7 @@ def test_a_browser_shows_every_figure_and_number_of_a_run(folder, tmp_path, caps
         assert rows.max() > 1600  # and lines in the last figures
 
 
-def test_the_page_loads_nothing_and_no_name_is_there_twice(folder):
+def test_no_loads_and_no_double_names(folder):
     main(["report", str(folder)])
     page = (folder / "report.html").read_text()
     for tag, attrs in Texts(page).tags:
@@ -146,7 +146,7 @@ def test_the_page_loads_nothing_and_no_name_is_there_twice(folder):
     } <= set(names)
 
 
-def test_every_line_is_the_runs_over_steps_and_over_time(folder, figures):
+def test_lines_over_steps_and_time(folder, figures):
     main(["report", str(folder)])
     blue, orange = (matplotlib.colors.to_hex(name) for name in ("tab:blue", "tab:orange"))
     against = figures.pop(0).axes[0]
@@ -191,7 +191,7 @@ def test_every_line_is_the_runs_over_steps_and_over_time(folder, figures):
         assert (over_steps.get_yscale() == "log") == (title in ("Bytes received", "Density"))
 
 
-def test_long_runs_are_averaged_to_some_hundred_points():
+def test_long_runs_are_averaged():
     x, y, mean = thinned([float(step) for step in range(1, 1201)], [float(step % 3) for step in range(1200)])
     assert mean == 3
     assert len(x) == len(y) == 400 == POINTS
@@ -200,14 +200,14 @@ def test_long_runs_are_averaged_to_some_hundred_points():
     assert thinned([1.0, 2.0], [5.0, 7.0]) == ([1.0, 2.0], [5.0, 7.0], 1)
 
 
-def test_a_page_of_a_long_run_says_what_a_point_is(folder):
+def test_words_of_a_long_run(folder):
     lines = [line(step, 1.0, 5.0) for step in range(1, 901)]
     (folder / "plump_dp" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     main(["report", str(folder)])
     assert "A point of the longest line is the mean of 3 steps." in (folder / "report.html").read_text()
 
 
-def test_several_runs_are_told_apart_by_their_folders(folder, tmp_path):
+def test_several_runs(folder, tmp_path):
     second = tmp_path / "digits-2" / "plump_dp"
     second.mkdir(parents=True)
     (second / "metrics.jsonl").write_text(json.dumps(line(1, 1.0, 0.0)) + '\n{"step": 2, "lo')  # it is writing
@@ -226,7 +226,7 @@ def test_several_runs_are_told_apart_by_their_folders(folder, tmp_path):
     assert "digits-2/dense (plump_dp)" in (tmp_path / "new" / "page.html").read_text()
 
 
-def test_lines_without_time_and_settings_are_drawn_over_steps_alone(folder, figures):
+def test_lines_over_steps_alone(folder, figures):
     """As in a run from before these were written."""
     for name in ("plump_dp", "<dct> & dp"):
         (folder / name / "settings.json").unlink()
@@ -283,7 +283,7 @@ def damage(path, name, text):
         ),
     ],
 )
-def test_what_is_no_run_is_refused(make, message, tmp_path, capsys):
+def test_no_run(make, message, tmp_path, capsys):
     make(tmp_path)
     assert main(["report", str(tmp_path)]) == 2
     text = capsys.readouterr().err

@@ -32,13 +32,13 @@ def at_once(monkeypatch):
 
 
 @pytest.mark.parametrize("code", [0, 2, 3, 130])
-def test_an_end_by_itself_is_the_end(code):
+def test_an_end(code):
     starts = Starts(f"exit {code}")
     assert supervise(["digits"], 5, starts) == code
     assert starts.commands == [[sys.executable, "-m", "train", "digits"]]
 
 
-def test_a_fault_is_started_again_and_goes_on_with_its_folder(capsys, monkeypatch, tmp_path):
+def test_a_fault_is_started_again(capsys, monkeypatch, tmp_path):
     """Nothing of it has a name in the folder of temporary files, from which old files are removed."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr("train.restarts.time.sleep", lambda seconds: names.extend(tmp_path.iterdir()))
@@ -53,14 +53,14 @@ def test_a_fault_is_started_again_and_goes_on_with_its_folder(capsys, monkeypatc
     ]
 
 
-def test_it_is_started_so_often_and_no_more():
+def test_the_number_of_starts():
     starts = Starts("exit 1", "kill -9 $$", "kill -6 $$")
     assert supervise([], 2, starts) == 128 + 6
     assert len(starts.commands) == 3
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_goes_on_to_the_trainer_as_sigterm_and_is_the_end(number):
+def test_a_signal_is_the_end(number):
     starts = Starts(f"trap 'exit 7' TERM; kill -{int(number)} {os.getpid()}; sleep 20 & wait")
     before = signal.getsignal(number)
     assert supervise([], 5, starts) == 7
@@ -68,7 +68,7 @@ def test_a_signal_goes_on_to_the_trainer_as_sigterm_and_is_the_end(number):
     assert len(starts.commands) == 1
 
 
-def test_a_hangup_that_nohup_ignores_is_ignored():
+def test_nohup():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         assert supervise([], 5, Starts(f"kill -HUP {os.getpid()}; exit 0")) == 0
@@ -77,7 +77,7 @@ def test_a_hangup_that_nohup_ignores_is_ignored():
         signal.signal(signal.SIGHUP, before)
 
 
-def test_a_signal_that_comes_while_the_trainer_is_started_is_not_lost(tmp_path):
+def test_a_signal_in_a_start(tmp_path):
     def start(command, env, pass_fds):
         process = subprocess.Popen(["sh", "-c", f"trap 'exit 7' TERM; touch {tmp_path}/there; sleep 20 & wait"])
         while not (tmp_path / "there").exists():
@@ -88,14 +88,14 @@ def test_a_signal_that_comes_while_the_trainer_is_started_is_not_lost(tmp_path):
     assert supervise([], 5, start) == 7
 
 
-def test_a_signal_between_two_starts_is_the_end(monkeypatch):
+def test_a_signal_between_starts(monkeypatch):
     monkeypatch.setattr("train.restarts.time.sleep", lambda seconds: os.kill(os.getpid(), signal.SIGINT))
     starts = Starts("exit 1", "exit 0")
     assert supervise([], 5, starts) == 1
     assert len(starts.commands) == 1
 
 
-def test_a_trainer_without_a_supervisor_notes_nothing(monkeypatch, tmp_path):
+def test_no_supervisor(monkeypatch, tmp_path):
     monkeypatch.delenv(BEGUN, raising=False)
     note_begun(tmp_path)
     assert (is_supervised(), previous_run_folder()) == (False, None)
@@ -107,7 +107,7 @@ def test_a_trainer_without_a_supervisor_notes_nothing(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_whose_process_was_killed_ends_as_if_nothing_had_happened(tmp_path):
+def test_a_killed_run(tmp_path):
     argv = [*FEW, "--workers", "2", "--steps", "40", "--eval-every", "40", "--checkpoint-every", "10", "--no-baseline"]
     out = tmp_path / "runs"
     command = " ".join([sys.executable, "-m", "train", *argv, "--out", str(out), "--restarts", "2", *METHOD])

@@ -27,7 +27,7 @@ NO_TIME = end("dct_dp-late", jc.dct_dp(0.99), None, auc=0.75, log_loss=0.5)
 RUNS = [end("plump_dp", jc.plump_dp()), end("dct_dp", jc.dct_dp(0.99), 0.025)]
 
 
-def test_the_line_has_the_time_of_the_runs_own_bytes():
+def test_time_of_a_link():
     """A dense all-reduce between 4 workers receives 1.5 times the gradient: 300 kB, 24 ms at 100 Mbit/s."""
     line = link_line(RUNS)
     (dense, sparse), wires = re.findall(r"([\d.]+) ms with", line), re.search(r"and ([\d.]+) and ([\d.]+) ms on", line)
@@ -45,7 +45,7 @@ def test_the_line_has_the_time_of_the_runs_own_bytes():
         [end("local_sgd-masked-0.9-bfloat16", jc.plump_dp(), 12.0, bleu=30.5, bleu_lower=31.5)],
     ],
 )
-def test_the_table_fits_80_columns_and_numbers_are_whole(runs, capsys):
+def test_width_and_numbers(runs, capsys):
     print_results(EXPERIMENT, runs, on_a_link=False)
     output = capsys.readouterr().out
     assert max(map(len, output.splitlines())) <= 80
@@ -54,7 +54,7 @@ def test_the_table_fits_80_columns_and_numbers_are_whole(runs, capsys):
     assert ("skipped" in output) == any(summary.skipped for summary, _ in runs)
 
 
-def test_nothing_is_said_of_a_link_where_the_exchange_crossed_one_or_nothing_would(capsys):
+def test_no_link(capsys):
     for changes, on_a_link in (({}, True), ({"workers": 1}, False), ({"delay": 1}, False), ({"slices": 2}, False)):
         print_results(dataclasses.replace(EXPERIMENT, **changes), RUNS, on_a_link=on_a_link)
     assert "Mbit/s" not in capsys.readouterr().out
@@ -62,11 +62,11 @@ def test_nothing_is_said_of_a_link_where_the_exchange_crossed_one_or_nothing_wou
     assert "At 100 Mbit/s" in capsys.readouterr().out
 
 
-def test_the_baseline_is_called_dense():
+def test_the_baseline_is_dense():
     assert [row["method"] for row in table_rows([summary for summary, _ in RUNS])] == ["dense (plump_dp)", "dct_dp"]
 
 
-def test_a_run_that_takes_no_step_has_no_bar(capsys):
+def test_no_steps_no_bar(capsys):
     with Bar("dct_dp", 400, shows=True) as bar:
         bar.say("a line")
     assert "0/400" not in capsys.readouterr().out

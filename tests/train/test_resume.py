@@ -34,7 +34,7 @@ def stopped(stopped_at_5, tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])  # SIGTERM: tests/train/test_main.py
-def test_a_signal_saves_after_the_step_and_a_second_ctrl_c_interrupts(number, tmp_path, capfd):
+def test_signals(number, tmp_path, capfd):
     class Signalled(Told):
         def update(self, step, *values):
             if step == 3:
@@ -70,7 +70,7 @@ def test_a_signal_saves_after_the_step_and_a_second_ctrl_c_interrupts(number, tm
         ("local_sgd, streaming", [6]),  # a fragment was exchanged, and is not merged yet
     ],
 )
-def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(case, stops, uninterrupted, tmp_path):
+def test_bit_for_bit(case, stops, uninterrupted, tmp_path):
     method, (folder, whole) = METHODS[case], uninterrupted(case)
     for stop in stops:
         part = run(tmp_path, method, stop_after=stop, resume=stop != stops[0])
@@ -86,7 +86,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(case, stops, uninter
     assert progress.messages == [f"{display_name(run_name(method))}: resumed after step {stops[-1]}."]
 
 
-def test_a_delayed_run_resumes_with_the_gradients_that_are_owed(tmp_path):
+def test_a_delayed_run(tmp_path):
     """Those of the last step, of every worker. A run without the delay is another run."""
     whole = run(tmp_path / "whole", METHODS["topk"], delay=1)
     run(tmp_path / "part", METHODS["topk"], delay=1, stop_after=5)
@@ -98,7 +98,7 @@ def test_a_delayed_run_resumes_with_the_gradients_that_are_owed(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_depends_on_residuals_and_stale_thresholds(uninterrupted, stopped_at_5):
+def test_residuals_and_thresholds_matter(uninterrupted, stopped_at_5):
     """So that the tests of resumed runs could fail: there are residuals and old thresholds to lose."""
     _, whole = uninterrupted("dct_dp")
     _, early = stopped_at_5
@@ -115,7 +115,7 @@ def test_a_run_depends_on_residuals_and_stale_thresholds(uninterrupted, stopped_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["slim_dp", "local_sgd"])
-def test_a_local_run_depends_on_what_is_each_workers_own(case, uninterrupted):
+def test_local_state_matters(case, uninterrupted):
     """Parameters, momentum and residual have a row per worker, and all rows differ."""
     _, whole = uninterrupted(case)
     for part in (whole.state.params, whole.state.opt_state[0], whole.state.opt_state[-1]):
@@ -129,7 +129,7 @@ def test_a_local_run_depends_on_what_is_each_workers_own(case, uninterrupted):
 
 
 @pytest.mark.parametrize("lines", [[6, 7, 8], [6, 6]])
-def test_metrics_after_the_checkpoint_are_dropped(lines, stopped, uninterrupted):
+def test_later_metrics_are_dropped(lines, stopped, uninterrupted):
     path, wrong = stopped / "dct_dp" / "metrics.jsonl", {"loss": -1.0, "test_loss": 0.0, "test_accuracy": 1.0}
     last = json.loads(path.read_text().splitlines()[-1])
     with path.open("a") as file:
@@ -140,7 +140,7 @@ def test_metrics_after_the_checkpoint_are_dropped(lines, stopped, uninterrupted)
     assert resumed.evaluations == uninterrupted("dct_dp")[1].evaluations
 
 
-def test_a_line_that_was_cut_short_is_dropped(stopped, uninterrupted):
+def test_a_partial_line_is_dropped(stopped, uninterrupted):
     """A process that is killed may leave half a line."""
     with (stopped / "dct_dp" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "lo')
@@ -148,7 +148,7 @@ def test_a_line_that_was_cut_short_is_dropped(stopped, uninterrupted):
     assert metrics(stopped) == metrics(uninterrupted("dct_dp")[0])
 
 
-def test_no_checkpoint_is_ahead_of_the_metrics(monkeypatch, tmp_path):
+def test_checkpoints_follow_metrics(monkeypatch, tmp_path):
     """Otherwise a run that is killed, and resumed from it, would lack lines for good."""
     saved, save = {}, Checkpoints.save
 
@@ -162,7 +162,7 @@ def test_no_checkpoint_is_ahead_of_the_metrics(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_checkpoint_in_the_middle_outlives_the_steps_after_it(tmp_path, uninterrupted):
+def test_a_checkpoint_in_the_middle(tmp_path, uninterrupted):
     """The step that follows a save reuses the state's memory."""
     run(tmp_path, checkpoint_every=1)
     folder = tmp_path / "dct_dp" / "checkpoints"
@@ -173,7 +173,7 @@ def test_a_checkpoint_in_the_middle_outlives_the_steps_after_it(tmp_path, uninte
     assert_same_bits(resumed.state, uninterrupted("dct_dp")[1].state)
 
 
-def test_a_finished_run_is_only_read(tmp_path, uninterrupted):
+def test_a_finished_run(tmp_path, uninterrupted):
     folder, whole = uninterrupted("dct_dp")
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     before = files(tmp_path)
@@ -189,7 +189,7 @@ def test_a_finished_run_is_only_read(tmp_path, uninterrupted):
     assert files(tmp_path) == before
 
 
-def test_a_stop_that_is_past_stays_where_the_run_is(stopped, stopped_at_5):
+def test_a_stop_in_the_past(stopped, stopped_at_5):
     part = run(stopped, stop_after=3, resume=True)
     assert (part.finished, part.summary.steps, part.losses) == (False, 5, [])
     assert_same_bits(part.state, stopped_at_5[1].state)
@@ -198,7 +198,7 @@ def test_a_stop_that_is_past_stays_where_the_run_is(stopped, stopped_at_5):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["dct_dp", "topk"])
-def test_the_summary_of_a_resumed_run_is_that_of_the_whole_run(case, uninterrupted, tmp_path):
+def test_summaries(case, uninterrupted, tmp_path):
     run(tmp_path, METHODS[case], stop_after=7)
     summary = run(tmp_path, METHODS[case], resume=True).summary
     expected = uninterrupted(case)[1].summary
@@ -208,9 +208,7 @@ def test_the_summary_of_a_resumed_run_is_that_of_the_whole_run(case, uninterrupt
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("old", "new"), [(4, 2), (2, 4), (4, 3)])
-def test_another_number_of_workers_keeps_the_update_that_is_owed(
-    old, new, stopped_at_5, stopped, uninterrupted, tmp_path
-):
+def test_another_number_of_workers(old, new, stopped_at_5, stopped, uninterrupted, tmp_path):
     out, before = (stopped, stopped_at_5[1]) if old == 4 else (tmp_path, run(tmp_path, workers=old, stop_after=5))
     progress = Told()
     resized = run(out, told=progress, workers=new, stop_after=5)  # no step: as the checkpoint was read
@@ -238,7 +236,7 @@ def test_another_number_of_workers_keeps_the_update_that_is_owed(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["slim_dp", "local_sgd"])
-def test_a_local_run_goes_on_with_another_number_of_workers(case, tmp_path):
+def test_local_runs_on_other_workers(case, tmp_path):
     method, progress = METHODS[case], Told()
     before = run(tmp_path, method, stop_after=6)
     resized = run(tmp_path, method, progress, workers=2, stop_after=6)  # no step: as the checkpoint was read
@@ -255,7 +253,7 @@ def test_a_local_run_goes_on_with_another_number_of_workers(case, tmp_path):
 
 
 @pytest.mark.slow
-def test_empty_residuals_survive_another_number_of_workers(tmp_path):
+def test_empty_residuals(tmp_path):
     method = METHODS["dct_dp, all dense"]
     before = run(tmp_path, method, stop_after=2)
     resized = run(tmp_path, method, workers=2, stop_after=3)
@@ -264,7 +262,7 @@ def test_empty_residuals_survive_another_number_of_workers(tmp_path):
     assert np.isfinite(resized.losses[0])
 
 
-def test_a_run_is_made_longer(tmp_path):
+def test_a_longer_run(tmp_path):
     run(tmp_path, stop_after=5)
     progress = Told()
     longer = run(tmp_path, told=progress, steps=15)
@@ -274,7 +272,7 @@ def test_a_run_is_made_longer(tmp_path):
     assert "The run of 12 steps is now one of 15, and so is its schedule." in message
 
 
-def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(tmp_path):
+def test_a_damaged_checkpoint(tmp_path):
     """And writes the damaged checkpoint's step again."""
     whole = run(tmp_path / "whole")
     run(tmp_path / "run", stop_after=9, checkpoint_every=4)
@@ -308,7 +306,7 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(tmp_path):
         ),
     ],
 )
-def test_other_settings_are_refused_by_both_values(method, changes, message, stopped):
+def test_other_settings(method, changes, message, stopped):
     before = files(stopped)
     with pytest.raises(ValueError, match="A run must go on with the settings that it began with") as raised:
         run(stopped, method, **changes)

@@ -59,7 +59,7 @@ def runs(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(case, runs):
+def test_bit_for_bit(case, runs):
     pair, (method, fields, stop) = runs(case), CASES[case]
     split = (fields.get("boundary"), fields.get("dense_layers", "exchange"))
     assert (pair.stopped.finished, pair.stopped.summary.steps) == (False, stop)
@@ -74,7 +74,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(case, runs):
 
 
 @pytest.mark.slow
-def test_what_is_compared_is_there_to_be_lost(runs):
+def test_statistics_matter(runs):
     """There are residuals of the workers' and stages' gradients, and statistics."""
     state = runs("pipeline").stopped.state
     residual = np.asarray(state.opt_state[0].residual.rows)
@@ -102,7 +102,7 @@ def test_what_is_compared_is_there_to_be_lost(runs):
         ("running statistics", {"rows_per_group": 6}, r"with rows_per_group 4 \(now 6\)"),
     ],
 )
-def test_another_mesh_is_refused_and_nothing_changed(case, changes, message, runs):
+def test_another_mesh(case, changes, message, runs):
     out = runs(case).out
     before = files(out)
     with pytest.raises(ValueError, match=message):
@@ -120,7 +120,7 @@ def test_another_mesh_is_refused_and_nothing_changed(case, changes, message, run
         ("layers in slices", {"workers": 4}),
     ],
 )
-def test_a_split_run_goes_on_with_another_number_of_workers(case, changes, runs, tmp_path):
+def test_another_number_of_workers(case, changes, runs, tmp_path):
     """Every stage and share keeps the mean of the workers' residuals, and the model stays the same."""
     pair = runs(case)
     folder, before, workers = (
@@ -152,7 +152,7 @@ def test_a_split_run_goes_on_with_another_number_of_workers(case, changes, runs,
 
 
 @pytest.mark.slow
-def test_running_statistics_go_on_with_another_number_of_workers(runs, tmp_path):
+def test_statistics_of_other_workers(runs, tmp_path):
     """Plain workers share one set of statistics."""
     case = "running statistics"
     folder, before = shutil.copytree(runs(case).out / "whole", tmp_path / "copy"), runs(case).whole

@@ -13,7 +13,7 @@ LABELS = RNG.integers(0, 2, 200)
 LOGITS = (RNG.standard_normal(200) + LABELS).round(1)  # rounded, so that there are ties
 
 
-def test_auc_is_the_fraction_of_ordered_pairs():
+def test_auc():
     positive, negative = LOGITS[LABELS == 1][:, None], LOGITS[LABELS == 0][None]
     expected = np.mean((positive > negative) + 0.5 * (positive == negative))
     assert auc(LABELS, LOGITS) == pytest.approx(expected, rel=1e-12)
@@ -21,7 +21,7 @@ def test_auc_is_the_fraction_of_ordered_pairs():
     assert auc([0, 0, 1, 1], [0.1, 0.4, 0.35, 0.8]) == 0.75  # of scikit-learn's documentation
 
 
-def test_log_loss_is_that_of_the_probabilities():
+def test_log_loss():
     assert log_loss(LABELS, LOGITS) == pytest.approx(metrics.log_loss(LABELS, expit(LOGITS)), rel=1e-12)
     assert log_loss([0, 1], [0.0, 0.0]) == pytest.approx(np.log(2))
     assert log_loss([0, 1], [1000.0, 3.0]) == pytest.approx((1000 + np.log1p(np.exp(-3))) / 2)  # not clipped
@@ -44,7 +44,7 @@ def test_bleu_by_hand():
     assert bleu(["Das ist gut, nicht?"] * 2, ["Das ist gut, nicht?"] * 2).score == pytest.approx(100)
 
 
-def test_bleu_says_how_it_was_taken():
+def test_signature_of_bleu():
     assert bleu(["a b c d"], ["a b c d"]).signature.split("|") == [
         "nrefs:1",
         "case:mixed",
@@ -55,7 +55,7 @@ def test_bleu_says_how_it_was_taken():
     ]
 
 
-def test_bleu_splits_punctuation_off_and_keeps_case():
+def test_punctuation_and_case():
     assert bleu(["Yes , he saw it ."], ["Yes, he saw it."]).score == pytest.approx(100)
     assert bleu(["yes, he saw it."], ["Yes, he saw it."]).score < 90
     lower = bleu(["yes, he saw it."], ["Yes, he saw it."], lowercase=True)

@@ -37,7 +37,7 @@ def set_rows(monkeypatch, version):
     monkeypatch.setattr("train.data.datasets.open_split", lambda name, split, data_dir: Rows(range(6)))
 
 
-def test_seeds_that_are_recorded_are_not_trained_again_and_other_settings_are(trained, tmp_path):
+def test_recorded_seeds(trained, tmp_path):
     path = tmp_path / "records.json"
     assert [run["accuracies"][-1] for run in train_seeds(Records(path), EXPERIMENT, PlumpDp(), 2)] == [50.0, 51.0]
     assert len(train_seeds(Records(path), EXPERIMENT, PlumpDp(), 3)) == 3
@@ -49,7 +49,7 @@ def test_seeds_that_are_recorded_are_not_trained_again_and_other_settings_are(tr
     assert len(trained) == 7
 
 
-def test_runs_on_other_rows_are_not_mixed(trained, tmp_path, monkeypatch):
+def test_other_rows(trained, tmp_path, monkeypatch):
     path = tmp_path / "records.json"
     (first,) = train_seeds(Records(path), EXPERIMENT, PlumpDp(), 1)
     assert first["rows"] == {"examples": 6, "version": "1.0.0"}
@@ -66,7 +66,7 @@ def test_runs_on_other_rows_are_not_mixed(trained, tmp_path, monkeypatch):
     assert len(trained) == 3
 
 
-def test_the_first_step_of_a_run_is_no_steps_time(monkeypatch):
+def test_the_first_step_has_no_time(monkeypatch):
     times = iter([100.0, 101.0, 103.0, 104.0])
     monkeypatch.setattr(seeds.time, "perf_counter", lambda: next(times))
     stopwatch = Stopwatch()

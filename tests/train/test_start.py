@@ -30,12 +30,12 @@ def each(function, count):
     return answers
 
 
-def test_processes_that_are_started_alike_agree():
+def test_equal_processes():
     store = Memory()
     assert each(lambda process: agree(store, process, "settings", {"--seed": "3"}, 5.0), 3) == [None] * 3
 
 
-def test_what_differs_is_named_on_all_processes():
+def test_differences_are_named():
     store = Memory()
     facts = [{"--seed": "0", "--steps": "5"}, {"--seed": "0", "--steps": "5"}, {"--seed": "7", "--steps": "5"}]
     answers = each(lambda process: agree(store, process, "settings", facts[process.index], 5.0), 3)
@@ -45,7 +45,7 @@ def test_what_differs_is_named_on_all_processes():
     assert {str(error) for error in answers} == {message}
 
 
-def test_many_differences_are_counted():
+def test_many_differences():
     store = Memory()
     facts = [{f"--field{n}": str(process) for n in range(5)} for process in range(2)]
     facts[0]["--only"] = "here"
@@ -54,7 +54,7 @@ def test_many_differences_are_counted():
     assert "--field2: 0 in process 0, 1 in process 1; and" in str(answers[0])
 
 
-def test_a_process_that_does_not_come_is_named():
+def test_a_missing_process():
     with pytest.raises(TimeoutError, match=r"got nothing from process 1 within 0\.1 s"):
         agree(Memory(), Processes(0, 2), "settings", {}, 0.1)
 
@@ -70,7 +70,7 @@ def test_a_process_that_does_not_come_is_named():
         {"checkpoint_every": 7},
     ],
 )
-def test_every_setting_that_matters_is_compared(change):
+def test_settings_that_count(change):
     experiment = CONFIGS["digits"]
     variant = dataclasses.replace(experiment, **change)
     assert facts_of(experiment) == facts_of(experiment)
@@ -79,13 +79,13 @@ def test_every_setting_that_matters_is_compared(change):
     assert [key for key in one if one[key] != variant_facts[key]] == [f"--{name.replace('_', '-')}"]
 
 
-def test_what_is_a_processs_own_is_not_compared(tmp_path):
+def test_settings_that_do_not(tmp_path):
     experiment = CONFIGS["digits"]
     private = dataclasses.replace(experiment, process_id=1, coordinator="a:1", out=tmp_path, json=tmp_path / "a.json")
     assert facts_of(private) == facts_of(experiment)
 
 
-def test_the_library_and_the_data_are_compared(monkeypatch, tmp_path):
+def test_library_and_data(monkeypatch, tmp_path):
     before = facts_of(CONFIGS["digits"])
     assert before["the data"] == "1347 rows, {'version': '1.0.0'}"
     root = tmp_path / "copy"
@@ -102,20 +102,20 @@ def test_the_library_and_the_data_are_compared(monkeypatch, tmp_path):
     assert before["the text of this library"].startswith("crc32 ")
 
 
-def test_a_plan_is_compared_by_what_it_says(tmp_path):
+def test_plans(tmp_path):
     for name, text in (("a", "one"), ("b", "one"), ("c", "other")):
         (tmp_path / name).write_text(text)
     a, b, c = (facts_of(dataclasses.replace(CONFIGS["digits"], plan=tmp_path / name)) for name in "abc")
     assert a == b != c
 
 
-def test_one_folder_is_shared_and_left_as_it_was(tmp_path):
+def test_a_shared_folder(tmp_path):
     store = Memory()
     assert each(lambda process: check_shared(store, process, tmp_path / "runs", 5.0), 2) == [None, None]
     assert list((tmp_path / "runs").iterdir()) == []
 
 
-def test_a_folder_that_is_not_shared_is_refused_on_all(tmp_path, monkeypatch):
+def test_a_folder_that_is_not_shared(tmp_path, monkeypatch):
     monkeypatch.setattr(train.start, "PATIENCE", 0.3)
     store = Memory()
     outs = [tmp_path / "one", tmp_path / "two"]
@@ -125,7 +125,7 @@ def test_a_folder_that_is_not_shared_is_refused_on_all(tmp_path, monkeypatch):
     assert list(outs[0].iterdir()) == []
 
 
-def test_a_folder_that_process_0_cannot_write_is_said_to_the_others(tmp_path):
+def test_a_folder_that_cannot_be_written(tmp_path):
     blocked = tmp_path / "file"
     blocked.write_text("")
     store = Memory()

@@ -18,7 +18,7 @@ def test_cells(value, text):
     assert format_cell(value) == text
 
 
-def test_a_table_is_not_broken_by_a_narrow_terminal(monkeypatch, capsys):
+def test_narrow_terminals(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "20")
     print_table("title", RECORDS)
     lines = capsys.readouterr().out.splitlines()
@@ -27,12 +27,12 @@ def test_a_table_is_not_broken_by_a_narrow_terminal(monkeypatch, capsys):
         assert [cell.strip() for cell in line.split("│")[1:-1]] == [format_cell(value) for value in record.values()]
 
 
-def test_an_empty_table_is_refused():
+def test_empty_tables():
     with pytest.raises(ValueError, match="at least one record"):
         print_table("title", [])
 
 
-def test_records_are_written_as_a_json_list(tmp_path):
+def test_json(tmp_path):
     path = tmp_path / "new" / "table.json"
     write_records(path, RECORDS)
     assert json.loads(path.read_text()) == RECORDS

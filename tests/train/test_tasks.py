@@ -33,7 +33,7 @@ def smoothed(logits, labels, smoothing):
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.5])
-def test_the_loss_of_images(smoothing):
+def test_losses_of_images(smoothing):
     loss, scalars = make_task(MANY, smoothing).loss(jnp.asarray(LOGITS), BATCH)
     np.testing.assert_allclose(loss, smoothed(LOGITS, LABELS, smoothing).mean(), rtol=1e-5)
     if not smoothing:
@@ -42,7 +42,7 @@ def test_the_loss_of_images(smoothing):
     np.testing.assert_allclose(scalars["accuracy"], np.mean(LOGITS.argmax(axis=1) == LABELS))
 
 
-def test_auxiliary_heads_count_three_tenths():
+def test_auxiliary_heads():
     heads = [LOGITS, *(RNG.standard_normal((ROWS, 12)).astype(np.float32) for _ in range(2))]
     loss, scalars = make_task(MANY, 0.0).loss(tuple(map(jnp.asarray, heads)), BATCH)
     first, second, third = (entropies(head, LABELS).mean() for head in heads)
@@ -55,7 +55,7 @@ def test_auxiliary_heads_count_three_tenths():
     )
 
 
-def test_scores_of_images_are_without_smoothing():
+def test_scores_of_images():
     task = make_task(MANY, 0.3)
     rows = jax.device_get(task.rows(jnp.asarray(LOGITS), BATCH))
     assert {name: value.shape for name, value in rows.items()} == dict.fromkeys(("loss", "right", "in_top5"), (ROWS,))
@@ -71,7 +71,7 @@ def test_scores_of_images_are_without_smoothing():
     assert 0 < scores["accuracy"] < scores["top5"] < 1
 
 
-def test_ties_of_the_top_5_are_those_of_scikit_learn():
+def test_ties_of_the_top_5():
     logits = RNG.integers(0, 4, (ROWS, 12)).astype(np.float32)  # nearly every row has several
     rows = make_task(MANY, 0.0).rows(jnp.asarray(logits), BATCH)
     assert np.mean(rows["in_top5"]) == top_k_accuracy(LABELS, logits, 5)
@@ -89,7 +89,7 @@ def test_nan_is_never_right():
     assert np.isnan(rows["loss"][np.array([3, 5, 7])]).all()
 
 
-def test_ten_classes_have_no_top_5():
+def test_ten_classes():
     rows = make_task(IMAGES, 0.0).rows(jnp.asarray(LOGITS[:, :10]), {"label": jnp.asarray(LABELS % 10)})
     assert make_task(IMAGES, 0.0).scores(jax.device_get(rows)).keys() == {"loss", "accuracy"}
 
@@ -127,7 +127,7 @@ def right_tokens():
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_the_loss_of_translations_leaves_padding_out(smoothing):
+def test_padding_of_translations(smoothing):
     logits, labels = right_tokens(), TARGETS[:, 1:]
     real = labels != 0
     batch = {"target": jnp.asarray(TARGETS)}
@@ -143,7 +143,7 @@ def test_the_loss_of_translations_leaves_padding_out(smoothing):
 
 
 @pytest.mark.slow
-def test_the_loss_of_translations_does_not_depend_on_the_mesh():
+def test_translations_on_a_mesh():
     """The mean over workers or micro-batches is the loss of all rows, also for gradients, whatever the padding."""
     task, logits = make_task(TRANSLATIONS, 0.1), jnp.asarray(right_tokens())
 
@@ -159,7 +159,7 @@ def test_the_loss_of_translations_does_not_depend_on_the_mesh():
     np.testing.assert_allclose(jnp.concatenate([g for _, g in parts]) / 2, gradient, rtol=1e-5, atol=1e-8)
 
 
-def test_scores_of_translations_are_those_of_a_token():
+def test_scores_of_translations():
     """They are not means of the rows' means: long sentences count more."""
     logits, labels = right_tokens(), TARGETS[:, 1:]
     real, task = labels != 0, make_task(TRANSLATIONS, 0.1)
@@ -171,19 +171,19 @@ def test_scores_of_translations_are_those_of_a_token():
     )
 
 
-def test_clicks_of_a_model_that_diverged_have_no_score():
+def test_diverged_clicks():
     rows = {"logit": np.array([1.0, np.nan, -1.0], np.float32), "label": np.array([1, 0, 0], np.float32)}
     scores = Clicks().scores(rows)
     assert np.isnan(scores["loss"])
     assert np.isnan(scores["auc"])
 
 
-def test_clicks_have_no_smoothing():
+def test_smoothing_of_clicks():
     assert isinstance(make_task(CLICKS, 0.0), Clicks)
     refused(lambda: make_task(CLICKS, 0.1), "--label-smoothing", "got 0.1")
 
 
-def test_the_loss_and_the_scores_of_text():
+def test_text():
     text = RNG.integers(0, 256, (5, 8)).astype(np.uint8)
     logits = (2 * RNG.standard_normal((5, 7, 256))).astype(np.float32)
     logits[0, :3, :] = 9 * np.eye(256)[text[0, 1:4]]  # three that are right

@@ -13,7 +13,7 @@ from benchmarks.papers.report import Difference, all_hold, draw, print_cause, pr
 from train.records import Records
 
 
-def test_an_experiment_is_evaluated_forty_times_and_never_stopped():
+def test_forty_evaluations():
     experiment = Config().experiment("digits", steps=200, workers=8)
     assert (experiment.steps, experiment.eval_every, experiment.workers) == (200, 5, 8)
     assert experiment.max_skipped > experiment.steps
@@ -21,7 +21,7 @@ def test_an_experiment_is_evaluated_forty_times_and_never_stopped():
     assert Config(steps=12).experiment("digits").warmup_steps == 3
 
 
-def test_methods_that_are_recorded_are_not_timed_again(monkeypatch, tmp_path):
+def test_recorded_methods(monkeypatch, tmp_path):
     commands = []
 
     def run(command, check):
@@ -40,7 +40,7 @@ def test_methods_that_are_recorded_are_not_timed_again(monkeypatch, tmp_path):
     assert [command[command.index("--method") + 1] for command in commands] == ["topk,sign", "slim_dp"]
 
 
-def test_a_table_is_made_again_if_what_it_reads_has_changed(monkeypatch, tmp_path):
+def test_a_table_whose_inputs_changed(monkeypatch, tmp_path):
     """As the planner's costs, of which the plans of `placement` are made; records of before do not say."""
     tables, costs = [], tmp_path / "costs.json"
     monkeypatch.setattr(
@@ -56,7 +56,7 @@ def test_a_table_is_made_again_if_what_it_reads_has_changed(monkeypatch, tmp_pat
     assert tables == [{"rate": "1gbit"}] * 2
 
 
-def test_differences_are_told_apart_by_two_standard_errors():
+def test_two_standard_errors():
     """Of 2, 3 and 4: mean 3, standard deviation 1, standard error 1 / sqrt(3) = 0.577."""
     difference = Difference.of([3.0, 5.0, 4.0], [1.0, 2.0, 0.0])
     assert (difference.mean, difference.error) == (3.0, pytest.approx(0.57735, abs=1e-5))
@@ -81,11 +81,11 @@ def test_differences_are_told_apart_by_two_standard_errors():
         ((math.inf, 0.0), 0.1, 1.0, False),
     ],
 )
-def test_a_claim_holds_by_its_size_and_not_by_its_sign(difference, paper, zero, verdict):
+def test_verdicts_by_size(difference, paper, zero, verdict):
     assert Difference(*difference).agrees(paper, zero) is verdict
 
 
-def test_more_than_the_papers_gain_counts_where_that_is_said():
+def test_gains_beyond_the_papers():
     assert Difference(84.0, 1.0).agrees(23.0, or_more=True) is True
     assert Difference(-84.0, 1.0).agrees(-23.0, or_more=True) is True
     assert Difference(12.0, 1.0).agrees(23.0, or_more=True) is None
@@ -93,13 +93,13 @@ def test_more_than_the_papers_gain_counts_where_that_is_said():
     assert [all_hold(True, None), all_hold(None, False), all_hold(True, True)] == [None, False, True]
 
 
-def test_a_claim_that_does_not_hold_is_said_not_to(capsys):
+def test_words_of_verdicts(capsys):
     for holds, verdict in ((True, "holds here"), (False, "does NOT hold here"), (None, "is not told apart here")):
         print_claim("it is faster", holds, "2 ms")
         assert capsys.readouterr().out == f"The paper: it is faster. That {verdict}: 2 ms.\n"
 
 
-def test_a_cause_explains_more_than_half_of_a_difference(capsys):
+def test_causes(capsys):
     """Half of -5 (1) is 2.5 (0.5). A cause holds if what is left is smaller by two standard errors."""
     short, tuned = Difference(-5.0, 1.0), Difference(0.0, 0.5)
     for last, verdict in (
@@ -119,12 +119,12 @@ def test_a_cause_explains_more_than_half_of_a_difference(capsys):
     assert "the difference to the paper's ratio is -5.00" in capsys.readouterr().out
 
 
-def test_the_first_evaluation_with_an_accuracy_is_found():
+def test_the_first_accuracy():
     run = {"steps": [10, 20, 30, 40], "accuracies": [50.0, 80.0, 70.0, 90.0]}
     assert [first_reaching(run, target) for target in (0.0, 75.0, 85.0, 91.0)] == [10, 20, 40, None]
 
 
-def test_a_figure_has_a_panel_for_each_title_and_a_line_for_each_label(tmp_path):
+def test_panels_and_lines(tmp_path):
     matplotlib = pytest.importorskip("matplotlib.image")
     lines = {"dense": ([1, 2], [[3.0, 4.0], [5.0, None]]), "slim": ([1, 2], [[1.0, 2.0]])}
     for count in (1, 3):
@@ -134,7 +134,7 @@ def test_a_figure_has_a_panel_for_each_title_and_a_line_for_each_label(tmp_path)
     assert one.std() > 0.05  # something is drawn
 
 
-def test_every_function_of_every_paper_is_listed_once():
+def test_every_function_is_listed():
     lines = [line.split() for line in papers.listed(papers.Config())]
     names = [(words[2].rpartition(".")[2], words[4]) for words in lines]
     slim = [name for module, name in names if module == "slim_dp"]
@@ -148,7 +148,7 @@ def test_every_function_of_every_paper_is_listed_once():
     assert all(words[-2:] == ["--json", "docs/data/papers.json"] for words in lines)
 
 
-def test_what_needs_a_quiet_machine_is_made_by_itself():
+def test_timed_tables_are_apart():
     names, training = (papers.listed(papers.Config(only=selection)) for selection in ("timed", "untimed"))
     assert sorted(names + training) == sorted(papers.listed(papers.Config()))
     assert {(line.split()[2].rpartition(".")[2], line.split()[4]) for line in names} == {
@@ -159,7 +159,7 @@ def test_what_needs_a_quiet_machine_is_made_by_itself():
     }
 
 
-def test_one_command_makes_the_tables_of_all_papers(monkeypatch, capsys):
+def test_one_command(monkeypatch, capsys):
     ran = []
 
     def run(command, check):
@@ -177,7 +177,7 @@ def test_one_command_makes_the_tables_of_all_papers(monkeypatch, capsys):
     assert capsys.readouterr().out.endswith("\n".join(["", *papers.listed(papers.Config()), ""]))
 
 
-def test_a_table_that_fails_ends_no_other(monkeypatch, capsys, tmp_path):
+def test_a_failure_ends_no_other(monkeypatch, capsys, tmp_path):
     results = []
 
     def bad(config, records):

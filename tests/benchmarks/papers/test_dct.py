@@ -42,7 +42,7 @@ TEXT_5 = """
 """
 
 
-def test_the_papers_figures_are_the_papers():
+def test_figures_of_the_paper():
     dense, *rows = [line.replace("%", "").split() for line in TEXT_4.strip().splitlines()]
     typed = [(0.0, 1, *map(float, dense[1:]))]
     typed += [(float(row[0]) / 100, int(row[1]), *map(float, row[2:])) for row in rows]
@@ -55,7 +55,7 @@ def test_the_papers_figures_are_the_papers():
     assert set(dct_settings.SYSTEMS.values()) | {"dense"} == {setting.system for setting in table.SETTINGS}
 
 
-def test_figure_7_has_the_life_spans_and_sparsities_of_the_text():
+def test_life_spans_and_sparsities():
     methods = methods_of_figure_7()
     assert {(span, 0.95) for span in (1, 10, 100, 1000, 10_000)} <= set(methods)
     assert {(1000, 0.95), (1000, 0.995)} <= set(methods)
@@ -63,7 +63,7 @@ def test_figure_7_has_the_life_spans_and_sparsities_of_the_text():
     assert not any(method.early for method in methods.values())  # or 1000 and 10,000 are one run
 
 
-def test_figure_7_trains_longer_than_a_life_span_of_1000(monkeypatch):
+def test_steps_of_figure_7(monkeypatch):
     """So that this one refreshes its thresholds once more, and one of 10,000 does not."""
 
     class SeenError(Exception):
@@ -78,7 +78,7 @@ def test_figure_7_trains_longer_than_a_life_span_of_1000(monkeypatch):
             dct_figures.figure_7(config, Records(None))
 
 
-def test_losses_are_compared_in_percent_of_the_dense_run_of_the_same_seed():
+def test_losses_in_percent():
     """1 and 3% above: mean 2, standard deviation sqrt(2), standard error 1."""
     gain = percent_of([0.505, 0.412], [0.5, 0.4])
     assert (gain.mean, gain.error) == (pytest.approx(2.0), pytest.approx(1.0))
@@ -86,7 +86,7 @@ def test_losses_are_compared_in_percent_of_the_dense_run_of_the_same_seed():
         assert percent_of([0.5, diverged], [0.5, 0.4]).agrees(-0.1, dct_settings.SAME) is False
 
 
-def test_a_row_is_trained_once_with_the_dense_one_beside_it(monkeypatch):
+def test_a_row_and_its_dense_run(monkeypatch):
     runs = []
 
     def train(setting, config, dense):
@@ -102,7 +102,7 @@ def test_a_row_is_trained_once_with_the_dense_one_beside_it(monkeypatch):
     assert len(runs) == 3
 
 
-def test_more_rows_are_other_runs_of_other_clicks(monkeypatch):
+def test_other_rows_are_other_clicks(monkeypatch):
     sizes = []
 
     def train(setting, config, dense):
@@ -117,7 +117,7 @@ def test_more_rows_are_other_runs_of_other_clicks(monkeypatch):
     assert sizes == [("dense", 1800), ("DCT-MP", 1800), ("dense", 60_000), ("DCT-MP", 60_000)]
 
 
-def test_every_table_has_the_papers_rows_beside_ours(monkeypatch, capsys):
+def test_rows_of_tables(monkeypatch, capsys):
     """Dense is 0.5; DCT-DP is 1% above at 99.5% (the paper's is 0.2% above), and equal to dense elsewhere."""
 
     def train(setting, config, dense):
@@ -140,20 +140,20 @@ def test_every_table_has_the_papers_rows_beside_ours(monkeypatch, capsys):
     assert "embeddings too" in out
 
 
-def test_a_deviation_is_from_the_mean_of_the_steps_until_then():
+def test_deviations():
     """Past the first two: 2, 4, 3 with the means 2, 3, 3: a third."""
     assert thresholds.deviation([100.0, 50.0, 2.0, 4.0, 3.0], 2) == pytest.approx(100 / 3)
     assert thresholds.deviation([2.0, 2.0], 0) == 0.0
 
 
-def test_thresholds_are_compared_by_quotients_unless_one_is_nothing():
+def test_quotients_of_thresholds():
     logarithms = dct_figures._logarithms([1.0, 2.0], [2.0, 4.0])
     assert logarithms is not None
     assert (logarithms.mean, logarithms.exceeds()) == (pytest.approx(-math.log(2)), False)
     assert dct_figures._logarithms([1.0, 0.0], [2.0, 4.0]) is None
 
 
-def test_the_step_of_figure_7_is_computing_and_exchange(monkeypatch):
+def test_steps_of_figure_7_are_sums(monkeypatch):
     settings = []
 
     def exchanges(records, *, methods, **options):
@@ -169,7 +169,7 @@ def test_the_step_of_figure_7_is_computing_and_exchange(monkeypatch):
     assert settings == [None, 0.9, 0.95]
 
 
-def test_a_claim_of_the_hybrid_run_is_judged_by_its_direction(monkeypatch, capsys):
+def test_claims_of_the_hybrid_run(monkeypatch, capsys):
     def timed(ms, network, cpu):
         return {"ms_median": ms, "network_%": network, "cpu_%": cpu}
 

@@ -29,7 +29,7 @@ Resnet50	Baseline	76.09%	1x
 """
 
 
-def test_the_papers_figures_are_the_papers():
+def test_figures_of_the_paper():
     rows = [line.split("\t") for line in TABLE_1.strip("\n").splitlines()]
     typed = [(method, float(top1.rstrip("%")), float(ratio.rstrip("x "))) for _, method, top1, ratio in rows]
     assert [(row.method, row.accuracy, row.ratio) for row in TABLE] == typed
@@ -38,7 +38,7 @@ def test_the_papers_figures_are_the_papers():
     assert all(row.beta > 0 for row in TABLE if row.method == "Layerwise Threshold")
 
 
-def test_ratios_are_those_after_the_warm_up():
+def test_ratios_after_the_warm_up():
     """1,000 parameters; after step 20 it sends 10 and then 30 of them, and receives 4,000 bytes in 20 steps."""
     run = {
         "parameters": 1000,
@@ -54,7 +54,7 @@ def test_ratios_are_those_after_the_warm_up():
     assert steady(run, 40) == (1000 / 30, 6000 / 300)  # the last interval is the least
 
 
-def test_a_threshold_is_tuned_to_a_ratio():
+def test_tuning_a_threshold():
     tried = []
 
     def ratio(alpha):
@@ -72,7 +72,7 @@ def test_a_threshold_is_tuned_to_a_ratio():
     assert len(tried) == TRIALS
 
 
-def test_all_tensors_are_compressed_after_a_warm_up_of_four_epochs_of_ninety():
+def test_compression_after_the_warm_up():
     experiment = Config(steps=450).twin("resnet_digits")
     method = pruning(experiment, 0.05, 0.01)
     assert (method.alpha, method.beta, method.dense_below, method.density) == (0.05, 0.01, 0, 1.0)
@@ -80,13 +80,13 @@ def test_all_tensors_are_compressed_after_a_warm_up_of_four_epochs_of_ninety():
     assert (experiment.nesterov, experiment.decay) == (False, "l2")
 
 
-def test_training_is_when_the_middle_of_the_bytes_come():
+def test_the_middle_of_the_bytes():
     """Of 100, 4 arrive while hosts connect and compile, 92 in training, 4 at the end."""
     assert active([2.0, 0.0, 2.0, 0.0, 30.0, 0.0, 32.0, 29.0, 0.0, 5.0]) == [30.0, 0.0, 32.0, 29.0, 0.0]
     assert active([0.0, 0.0]) == [0.0]
 
 
-def test_a_trace_is_a_series_of_rates():
+def test_rates_of_a_trace():
     trace = Trace()
     trace.samples = [(0.0, 5_000), (0.5, 6_000), (1.5, 6_000), (2.0, 10_000)]
     assert trace.records() == [
@@ -96,7 +96,7 @@ def test_a_trace_is_a_series_of_rates():
     ]
 
 
-def test_a_histogram_counts_logarithms_and_loses_none():
+def test_histograms():
     counts = histogram(np.array([0.0, 1e-12, 1e-3, 1.0, 3.0, 1e9]))
     assert sum(counts) == 6
     assert counts[0] == 2
@@ -106,7 +106,7 @@ def test_a_histogram_counts_logarithms_and_loses_none():
     assert counts[int(np.searchsorted(EDGES, math.log10(3.0))) - 1] >= 1
 
 
-def test_the_importance_that_is_shown_is_that_of_worker_0():
+def test_importance_of_worker_0():
     """With v of momentum and residual, and K = 2: |v| / 2 / (|w| + 1e-6)."""
     rng = np.random.default_rng(0)
     weights = {"a": rng.standard_normal((7, 5)).astype(np.float32), "b": rng.standard_normal(3).astype(np.float32)}

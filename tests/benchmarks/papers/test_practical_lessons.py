@@ -23,14 +23,14 @@ def numbers(text):
     return [[float(word) for word in row.split()] for row in text.split(";")]
 
 
-def test_the_papers_table_1_is_the_papers():
+def test_table_1_of_the_paper():
     for rate, text in (("10gbit", ETHERNET), ("56gbit", INFINIBAND)):
         plain, late = numbers(text)
         assert TABLE_1[rate] == {2: (plain[1], late[1]), 4: (plain[2], late[2])}
 
 
 @pytest.mark.parametrize(("table", "typed"), [("2", M40), ("3", K40)])
-def test_the_papers_seconds_are_the_papers(table, typed):
+def test_seconds_of_the_paper(table, typed):
     gpu = GPUS[table]
     for layout, text in typed.items():
         fake, fake_speeds, real, real_speeds = numbers(text)
@@ -47,7 +47,7 @@ def timed(layout, devices, data, ms, speed_up, times):
     return {"layout": layout, "devices": devices, "data": data, **record}
 
 
-def test_table_2_is_made_of_the_times(monkeypatch, capsys):
+def test_table_2(monkeypatch, capsys):
     """On two hosts: 2 s alone, 3 s data-parallel, 1.25 s hybrid."""
     calls = []
 
@@ -77,7 +77,7 @@ def test_table_2_is_made_of_the_times(monkeypatch, capsys):
     assert "on 2 M40, hybrid is 2.35 times faster than data-parallel" in out
 
 
-def test_table_1_compares_communication(monkeypatch, capsys):
+def test_table_1(monkeypatch, capsys):
     times = {("reduce", 2): 800.0, ("late", 2): 200.0, ("reduce", 4): 900.0, ("late", 4): 1000.0}
     table = [
         {"rate": rate, "hosts": K, "mode": mode, "ms_communication": ms, "ms_median": 2 * ms, "bytes_compiled": 1.0}

@@ -41,7 +41,7 @@ def numbers(table):
     return [[float(word) for word in line.split()[1:]] for line in table.strip().splitlines()]
 
 
-def test_the_papers_figures_are_the_papers():
+def test_figures_of_the_paper():
     plump, quant, slim = numbers(TABLE_1)
     assert {cell: (quant[2 * i], (plump[i], quant[2 * i + 1], slim[i])) for i, cell in enumerate(CELLS)} == PAPER_TIMES
     rows = numbers(TABLE_2)
@@ -52,20 +52,20 @@ def test_the_papers_figures_are_the_papers():
 
 
 @pytest.mark.parametrize("cell", CELLS)
-def test_speed_d_of_the_papers_table_1_is_that_of_its_table_2(cell):
+def test_speed_d(cell):
     compute, (dense, *methods) = PAPER_TIMES[cell]
     for time, (_, speed, _) in zip(methods, PAPER_SPEEDS[cell][1:], strict=True):
         # Both are rounded to 0.01.
         assert speed_d(Times(compute, dense), Times(compute, time)) == pytest.approx(speed, abs=0.011)
 
 
-def test_an_exchange_is_averaged_over_the_period_of_its_core():
+def test_periods_of_a_core():
     assert averaged(100.0, 400.0, 4) == 175.0  # (3 * 100 + 400) / 4
     assert communication({"ms_median": 100.0, "ms_refresh": 400.0}, 4) == 175.0
     assert communication({"ms_median": 100.0, "ms_refresh": None}, 4) == 100.0
 
 
-def test_speed_a_is_the_time_to_the_accuracy_that_plump_dp_ends_with():
+def test_speed_a():
     """Plump-DP first reaches its final 90% after 300 steps of 2 s, the other after 200 steps of 1 s: 600 / 200."""
     dense = {"steps": [100, 200, 300, 400], "accuracies": [50.0, 80.0, 91.0, 90.0]}
     record = {"steps": [100, 200, 300, 400], "accuracies": [60.0, 90.0, 80.0, 85.0]}
@@ -75,7 +75,7 @@ def test_speed_a_is_the_time_to_the_accuracy_that_plump_dp_ends_with():
     assert speed_a(dense, {**record, "accuracies": [1.0, 2.0, 3.0, 89.9]}, times) is None
 
 
-def test_a_twin_selects_as_many_cores_as_the_run_on_imagenet():
+def test_cores_of_a_twin():
     """60 epochs of 10,009 steps over 50,000, and 74 of 5,004 over 20,000."""
     googlenet, vgg = MODELS
     assert (period_of(googlenet, 400), period_of(vgg, 400)) == (33, 22)
@@ -87,7 +87,7 @@ def timed(method, ms, refresh=None):
     return {"of": "exchange", "shapes": "17294693", "method": method, "hosts": 4, "rate": "1gbit", "steps": 5} | record
 
 
-def test_table_1_is_made_of_the_times(monkeypatch, capsys):
+def test_table_1(monkeypatch, capsys):
     """A step of 360 ms, 8 times 45, is an hour for 10,000; 2.5 s for a core, once in 20,000, add 0.125 ms to each."""
     vgg, records = MODELS[1], Records(None)
     for record in (timed("plump_dp", 45.0), timed("quant_dp_gather", 22.5), timed("slim_dp", 11.125, 2_511.125)):
@@ -117,14 +117,14 @@ def test_table_1_is_made_of_the_times(monkeypatch, capsys):
     assert times_of(config, records, vgg, 8, "slim_dp") is None
 
 
-def test_of_vgg_16_an_eighth_is_timed_unless_all_of_it_is_asked_for():
+def test_an_eighth_of_vgg_16():
     googlenet, vgg = MODELS
     assert (Config().shapes(vgg), Config().parts(vgg)) == (str(138_357_544 // 8), 8)
     assert (Config(part=1).shapes(vgg), Config(part=1).parts(vgg)) == ("vgg16", 1)
     assert (Config().shapes(googlenet), Config().parts(googlenet)) == ("googlenet", 1)
 
 
-def test_the_settings_of_figure_4_are_timed_where_it_is_trained(monkeypatch):
+def test_settings_of_figure_4(monkeypatch):
     calls = []
     monkeypatch.setattr(
         "benchmarks.papers.timing.time_exchanges", lambda records, **arguments: calls.append(arguments["methods"]) or {}
@@ -137,7 +137,7 @@ def test_the_settings_of_figure_4_are_timed_where_it_is_trained(monkeypatch):
         calls[1:], ("slim_dp_30_15", "slim_dp", "slim_dp"), strict=True))  # fmt: skip
 
 
-def test_what_does_not_hold_of_figure_4_is_said(capsys):
+def test_verdicts_of_figure_4(capsys):
     def runs(*accuracies):
         return [{"accuracies": [accuracy]} for accuracy in accuracies]
 

@@ -25,7 +25,7 @@ TABLES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("paper", "table"), TABLES)
-def test_tables_of_a_paper_are_made(paper, table):
+def test_tables(paper, table):
     figures = ROOT / "docs" / "figures"
     before = sorted((path.name, path.stat().st_mtime) for path in figures.iterdir())
     command = [*COMMANDS[paper], "--table", table]
@@ -36,6 +36,6 @@ def test_tables_of_a_paper_are_made(paper, table):
     assert sorted((path.name, path.stat().st_mtime) for path in figures.iterdir()) == before  # figures are kept
 
 
-def test_every_paper_is_made():
+def test_every_paper():
     names = {"dct", "iwp", "practical_lessons", "slim_dp"}
     assert {paper for paper, _ in TABLES} == set(COMMANDS) == set(papers()) == names

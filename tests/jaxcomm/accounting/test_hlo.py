@@ -63,13 +63,13 @@ def test_groups(groups, workers):
     assert only(module(line)) == Traffic("all_reduce", 256, workers)
 
 
-def test_empty_groups_are_all_devices_replicas_included():
+def test_empty_groups_are_all_devices():
     line = "%all-reduce.1 = f32[64]{0} all-reduce(%p), replica_groups={}, to_apply=%sum"
     assert only(module(line, partitions=2, replicas=3)).workers == 6
 
 
 @pytest.mark.parametrize("groups", ["mesh['data'=4] {'data':(1)2}", "mesh['data'=4] {'model'}", "something[4]"])
-def test_unknown_groups_are_refused(groups):
+def test_unknown_groups(groups):
     line = f"%all-reduce.1 = f32[64]{{0}} all-reduce(%p), channel_id=1, replica_groups={groups}, to_apply=%sum"
     with pytest.raises(ValueError, match=r"in a known notation; got: %all-reduce.1 = "):
         read_program(module(line))
@@ -197,11 +197,11 @@ def test_operations_of_gpus(line, expected):
         ),
     ],
 )
-def test_asynchronous_pairs_count_once(start, end, expected):
+def test_asynchronous_pairs(start, end, expected):
     assert only(module(start, end)) == expected
 
 
-def test_an_async_start_counts_the_computation_it_wraps_once():
+def test_an_async_start_counts_once():
     computation = (
         "\n%wrapped (q: f32[64]) -> f32[64] {\n  %q = f32[64]{0} parameter(0)\n"
         f"  ROOT %r = f32[64]{{0}} all-to-all(%q), {GROUPS}\n}}\n"
@@ -222,7 +222,7 @@ def test_an_async_start_counts_the_computation_it_wraps_once():
     ],
 )
 @pytest.mark.parametrize("start", [False, True])
-def test_a_permutation_names_who_sends_to_whom(listing, pairs, start):
+def test_permutations_name_their_pairs(listing, pairs, start):
     attributes = f'channel_id=3, source_target_pairs={listing}, metadata={{op_name="jit(step)/ppermute"}}'
     line = f"%s = f32[64]{{0}} collective-permute(%p), {attributes}"
     if start:
@@ -234,11 +234,11 @@ def test_a_permutation_names_who_sends_to_whom(listing, pairs, start):
     assert read_program(module(line)).links() == dict.fromkeys(pairs, 256)
 
 
-def test_no_other_collective_names_pairs():
+def test_other_collectives_have_no_pairs():
     assert only(module(f"%r = f32[64]{{0}} all-to-all(%p), {GROUPS}, dimensions={{0}}")).pairs is None
 
 
-def test_links_count_loops_calls_and_the_usual_branch():
+def test_links():
     permute = "%r = f32[64]{0} collective-permute(%v), source_target_pairs={{0,1}}"
     body = BODY.replace(f"%r = f32[64]{{0}} all-reduce(%v), {GROUPS}, to_apply=%sum", permute)
     rare = BRANCHES.replace(f"all-reduce(%q), {GROUPS}", "collective-permute(%q), source_target_pairs={{1,0}}")
@@ -265,7 +265,7 @@ BODY = f"""
 LOOP = "%w = (s32[], f32[64]{0}) while(%init), condition=%condition, body=%body"
 
 
-def test_a_loop_counts_as_often_as_it_runs():
+def test_loops():
     trips = ', backend_config={"known_trip_count":{"n":"7"},"known_init_step":{"init":"0","step":"1"}}'
     assert only(module(LOOP + trips, before=BODY)) == Traffic("all_reduce", 256, 4, times=7)
 
@@ -286,7 +286,7 @@ COUNTED_LOOP = """
 
 
 @pytest.mark.parametrize("first", [0, 3])
-def test_a_loop_of_tpus_runs_from_its_first_value_to_its_limit(first):
+def test_loops_of_tpus(first):
     """A loop without known_trip_count, as the compiler for TPUs prints it."""
     start = (f"%zero = s32[]{{:T(128)}} constant({first})", "%zero.1 = s32[]{:T(128)} copy(%zero)")
     state = "%state = (f32[64]{0}, /*index=1*/s32[]) tuple(%p, /*index=1*/%zero.1)"
@@ -300,7 +300,7 @@ def test_a_loop_of_tpus_runs_from_its_first_value_to_its_limit(first):
         read_program(module(*lines, before=COUNTED_LOOP.format(direction="NE")))
 
 
-def test_a_loop_of_unknown_length_is_refused_if_it_communicates():
+def test_loops_of_unknown_length():
     with pytest.raises(ValueError, match=r"known body and length; got: %w = .*Use lax.scan with a static length"):
         read_program(module(LOOP, before=BODY))
     silent = BODY.replace("all-reduce", "negate")
@@ -324,7 +324,7 @@ BRANCHES = f"""
     "keyword",
     ["branch_computations={%usual.2, %rare}", "true_computation=%rare, false_computation=%usual.2"],
 )
-def test_a_conditional_has_a_usual_and_a_dearest_branch(keyword):
+def test_conditionals(keyword):
     line = f"%c = f32[64]{{0}} conditional(%pred, %p, %p), {keyword}"
     program = read_program(module(line, before=BRANCHES))
     assert not program.always
@@ -340,28 +340,28 @@ def test_a_conditional_has_a_usual_and_a_dearest_branch(keyword):
         '%c = f32[64]{0} custom-call(%p), custom_call_target="x", called_computations={%rare}',
     ],
 )
-def test_called_computations_count_every_time_they_are_called(line):
+def test_calls(line):
     program = read_program(module(line, line.replace("%c =", "%d ="), before=BRANCHES))
     assert program.always == [Traffic("all_reduce", 256, 4)] * 2
 
 
 @pytest.mark.parametrize("op", ["ragged-all-to-all", "collective-broadcast", "send", "recv", "ragged-all-to-all-start"])
-def test_collectives_that_cannot_be_counted_are_refused(op):
+def test_uncountable_collectives(op):
     with pytest.raises(ValueError, match=rf"must be countable: one of .*; got '{op}': %r = "):
         read_program(module(f"%r = f32[64]{{0}} {op}(%p), {GROUPS}"))
 
 
-def test_a_type_of_unknown_size_is_refused():
+def test_a_type_of_unknown_size():
     with pytest.raises(ValueError, match="of known bytes; got 'opaque'"):
         read_program(module(f"%r = opaque[] all-reduce(%p), {GROUPS}"))
 
 
-def test_text_without_an_entry_is_refused():
+def test_text_without_an_entry():
     with pytest.raises(ValueError, match=r"must have an ENTRY computation; got none. Pass compiled.as_text\(\)"):
         read_program("HloModule nothing\n")
 
 
-def test_names_of_operations_in_metadata_and_of_instructions_do_not_count():
+def test_names_do_not_count():
     line = '%all-reduce.7 = f32[64]{0} add(%p, %all-gather.3), metadata={op_name="all-reduce(x)"}'
     assert not read_program(module(line)).communicates
 
@@ -389,17 +389,17 @@ def between_slices(kind, payload, received, target='"{1,2}x{0:3}"'):
         ("ALL_TO_ALL", "u32[2,1,1024]", "u32[2,1,1024]", Traffic("all_to_all", 8192, 2)),
     ],
 )
-def test_a_collective_between_slices_is_two_transfers(kind, payload, received, expected):
+def test_collectives_between_slices(kind, payload, received, expected):
     assert only(module(*between_slices(kind, payload, received))) == expected
 
 
-def test_an_unknown_collective_between_slices_is_refused():
+def test_an_unknown_one_between_slices():
     with pytest.raises(ValueError, match=r"must be countable: one of .*; got 'send'"):
         read_program(module(*between_slices("BROADCAST", "f32[1024]", "f32[1024]")))
 
 
 @pytest.mark.parametrize("target", ['"{1,2,3,4}x{0:3}"', '"{1:4}x{0:3}"'])
-def test_numbers_of_slices_are_listed_or_a_range(target):
+def test_lists_and_ranges_of_slices(target):
     assert only(module(*between_slices("ALL_REDUCE", "f32[1024]", "f32[1024]", target))).workers == 4
 
 
@@ -436,7 +436,7 @@ def test_axes_between_slices():
         assert traffic.axes == axes
 
 
-def test_a_fusion_of_tpus_that_is_a_reduce_scatter():
+def test_a_reduce_scatter_in_a_fusion():
     fused = (
         "\n%all-reduce-scatter.1 (q: f32[4,8,128]) -> f32[1,8,128] {\n  %q = f32[4,8,128]{2,1,0} parameter(0)\n"
         f"  %all = f32[4,8,128]{{2,1,0:T(8,128)}} all-reduce(%q), {GROUPS}, to_apply=%sum\n"
@@ -446,7 +446,7 @@ def test_a_fusion_of_tpus_that_is_a_reduce_scatter():
     assert only(module(line, before=fused)) == Traffic("reduce_scatter", 16384, 4)
 
 
-def test_a_collective_of_tpus_that_other_work_overlaps_is_counted_once():
+def test_a_collective_that_overlaps_counts_once():
     """Its start, the work in between and its end are fusions, each of which contains it."""
 
     def fused(number, channel):
@@ -464,7 +464,7 @@ def test_a_collective_of_tpus_that_other_work_overlaps_is_counted_once():
     assert two == [Traffic("all_gather", 32, 4)] * 2
 
 
-def test_what_arrives_from_other_slices_waits_for_what_was_sent():
+def test_a_receive_waits_for_its_send():
     """One product feeds the transfer, one does not: half of the products can be computed meanwhile."""
     product = "f32[8,8]{1,0} dot(%p, %p), lhs_contracting_dims={0}, rhs_contracting_dims={0}"
     send, receive, process = between_slices("ALL_REDUCE", "f32[1024]", "f32[1024]")
@@ -472,7 +472,7 @@ def test_what_arrives_from_other_slices_waits_for_what_was_sent():
     assert read_overlap(module(*lines)) == 0.5
 
 
-def test_products_in_a_loop_of_tpus_count_as_often_as_it_runs():
+def test_products_in_a_loop():
     """Seven products in the loop, which the collective does not wait for, and one that feeds it."""
     product = "f32[8,8]{1,0} dot(%p, %p), lhs_contracting_dims={0}, rhs_contracting_dims={0}"
     body = COUNTED_LOOP.format(direction="LT")

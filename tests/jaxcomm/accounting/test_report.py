@@ -34,7 +34,7 @@ def report():
     return jc.wire_report(TX, PARAMS, K)
 
 
-def test_a_report_in_numbers():
+def test_report_numbers():
     result = report()
     # Header, 33 values of 16 bits, 33 indices (5% more than a refresh selects) in 4 words of upper parts and 5 planes.
     words = 3 + 17 + 4 + 5 * 2
@@ -45,7 +45,7 @@ def test_a_report_in_numbers():
     assert result.ratio_to_dense_bfloat16 == result.ratio_to_dense / 2
 
 
-def test_a_report_in_words():
+def test_report_words():
     text = str(report())
     assert "3,003 parameters, 4 workers: 426 bytes received per worker and step, 42.3x fewer than dense float32" in text
     assert "all_gather of 136 bytes over 4 workers: 408 bytes received" in text
@@ -56,7 +56,7 @@ def test_a_report_in_words():
     assert "all_reduce of 12,012 bytes over 4 workers (in one branch)" in text
 
 
-def test_a_report_of_shapes_alone_of_one_worker_and_of_another_axis():
+def test_reports_of_shapes():
     shapes = jax.eval_shape(lambda: PARAMS)
     assert jc.wire_report(TX, shapes, K) == report()
     single = jc.wire_report(TX, PARAMS, 1)
@@ -67,7 +67,7 @@ def test_a_report_of_shapes_alone_of_one_worker_and_of_another_axis():
 
 
 @pytest.mark.parametrize("factory", [jc.topk, jc.dct_dp])
-def test_large_models_on_many_workers_cost_no_memory_to_ask_about(factory):
+def test_large_models_take_no_memory(factory):
     """ResNet-50 on 96 workers."""
     shapes = {"w": jax.ShapeDtypeStruct((25_600_000,), np.float32)}
     result = jc.wire_report(factory(0.99, collective="gather"), shapes, 96)
@@ -75,7 +75,7 @@ def test_large_models_on_many_workers_cost_no_memory_to_ask_about(factory):
     assert 95 * slots * (16 + 8.1) / 8 < result.received < 95 * slots * (16 + 8.9) / 8
 
 
-def test_draining_a_large_model_on_many_workers_can_be_asked_about():
+def test_a_large_drain():
     shapes = {"w": jax.ShapeDtypeStruct((25_600_000,), np.float32)}
     report = jc.wire_report(jc.dct_dp(0.99, drain_every=1000), shapes, 96)
     assert report.dense == report.received_at_most == float(Fraction(2 * 95, 96) * 4 * 25_600_000)
@@ -89,7 +89,7 @@ def test_draining_a_large_model_on_many_workers_can_be_asked_about():
         pytest.param(jc.chain(jc.topk(0.9), optax.sgd(0.1)), id="topk", marks=pytest.mark.slow),
     ],
 )
-def test_verify_proves_a_train_step(tx):
+def test_a_train_step(tx):
     mesh = jc.make_mesh(data=K)
     step = jc.make_train_step(loss_fn, tx, mesh)
     proof = jc.verify(step, init_state(PARAMS, tx, mesh), BATCH, tx=tx, params=PARAMS, workers=K)
@@ -98,7 +98,7 @@ def test_verify_proves_a_train_step(tx):
     assert (proof.workers, proof.parameters) == (K, 3003)
 
 
-def test_a_whole_step_is_predicted_with_its_losses():
+def test_report_of_a_whole_step():
     mesh = jc.make_mesh(data=K)
     step, state = jc.make_train_step(loss_fn, TX, mesh), init_state(PARAMS, TX, mesh)
     result = jc.accounting.step_report(step, state, BATCH, params=PARAMS, workers=K)
@@ -121,7 +121,7 @@ def step_with(extra, tx=TX):
     return jax.jit(mapped), (state.params, state.opt_state, BATCH)
 
 
-def test_verify_catches_a_dense_all_reduce_that_is_left_in_the_step():
+def test_an_extra_all_reduce():
     """Such as of a gradient norm for the log."""
     step, args = step_with(lambda grads: optax.tree.norm(lax.pmean(grads["w"], "data")))
     message = (
@@ -134,7 +134,7 @@ def test_verify_catches_a_dense_all_reduce_that_is_left_in_the_step():
     assert jc.verify(step, *args, tx=TX, params=PARAMS, workers=K, other_bytes=18_000).received == 18_426
 
 
-def test_verify_catches_the_trap_of_a_user_who_reduces_before_the_exchange():
+def test_the_trap():
     """With pmean, and back to varying: the compressor cannot see it, but the bytes show it."""
     mesh = jc.make_mesh(data=K)
     state = init_state(PARAMS, TX, mesh)
@@ -150,7 +150,7 @@ def test_verify_catches_the_trap_of_a_user_who_reduces_before_the_exchange():
         jc.verify(step, state.params, state.opt_state, BATCH, tx=TX, params=PARAMS, workers=K)
 
 
-def test_verify_catches_a_dense_all_reduce_in_a_rare_branch():
+def test_an_all_reduce_in_a_branch():
     """In a step whose exchange never drains."""
 
     def now_and_then(grads):
@@ -162,7 +162,7 @@ def test_verify_catches_a_dense_all_reduce_in_a_rare_branch():
         jc.verify(step, *args, tx=TX, params=PARAMS, workers=K)
 
 
-def test_verify_catches_a_type_that_xla_widens():
+def test_a_type_that_xla_widens():
     """A sum of bfloat16 is sent as float32 on a CPU."""
     step, args = step_with(lambda grads: lax.psum(grads["w"].astype(jnp.bfloat16), "data"))
     with pytest.raises(
@@ -230,7 +230,7 @@ def without_branch(program, unread):
     ],
     ids=["half", "groups", "nothing", "no conditional", "no usual branch", "no rare branch"],
 )
-def test_verify_catches_a_reader_that_counts_too_little(step_that_drains, reader, when, monkeypatch):
+def test_readers_that_count_too_little(step_that_drains, reader, when, monkeypatch):
     step, args = step_that_drains
     jc.verify(step, *args, tx=DRAINS, params=PARAMS, workers=K)
     monkeypatch.setattr("jaxcomm.accounting.report.read_program", lambda text, mesh=None: reader(read_program(text)))
@@ -242,7 +242,7 @@ def test_verify_catches_a_reader_that_counts_too_little(step_that_drains, reader
 
 
 @pytest.mark.parametrize(("name", "value"), [("_itemsize", lambda dtype: 2), ("_BRANCHES", re.compile("no (branch)"))])
-def test_verify_catches_faults_of_the_reader_itself(step_that_drains, name, value, monkeypatch):
+def test_faults_of_the_reader(step_that_drains, name, value, monkeypatch):
     """Types at half their size, and conditionals whose branches are not found."""
     step, args = step_that_drains
     monkeypatch.setattr(f"jaxcomm.accounting.text.{name}", value)
@@ -250,7 +250,7 @@ def test_verify_catches_faults_of_the_reader_itself(step_that_drains, name, valu
         jc.verify(step, *args, tx=DRAINS, params=PARAMS, workers=K)
 
 
-def test_verify_catches_a_claim_of_another_exchange(step_that_drains):
+def test_another_exchange(step_that_drains):
     """The step's own exchange sends fewer bytes."""
     step, args = step_that_drains
     with pytest.raises(
@@ -293,13 +293,13 @@ X = np.ones((K * 8, 8), np.float32)  # 256 bytes a worker
         ),
     ],
 )
-def test_every_collective_is_predicted_and_compiled_alike(function, expected):
+def test_collectives_agree(function, expected):
     traced, compiled = program_of(function, X)
     assert traced.always == [expected]
     assert traced.received == compiled.received == expected.received
 
 
-def test_two_axes_of_a_mesh_count_together_and_apart():
+def test_two_axes():
     def both(x):
         return lax.psum(x, ("data", "model")) + lax.psum(2 * x, "model")
 
@@ -307,7 +307,7 @@ def test_two_axes_of_a_mesh_count_together_and_apart():
     assert traced.received == compiled.received == Traffic("all_reduce", 256, 8).received + 256
 
 
-def test_a_loop_of_unknown_length_is_refused():
+def test_a_loop_of_unknown_length():
     def loop(x):
         return lax.while_loop(lambda c: c.sum() < 9, lambda c: lax.psum(c, "data"), x)
 
@@ -316,7 +316,7 @@ def test_a_loop_of_unknown_length_is_refused():
     refused(lambda: traced_program(mapped, X), "loop with collectives", "got a while loop")
 
 
-def test_a_collective_that_cannot_be_predicted_is_refused():
+def test_a_ragged_collective():
     def ragged(x):
         sizes = jnp.ones(K, jnp.int32)
         return lax.ragged_all_to_all(x, x, sizes, sizes, sizes, sizes, axis_name="data")
@@ -345,7 +345,7 @@ def compiled_for_tpus(instruction):
         ("%a = f32[4096]{0:T(1024)} all-reduce(%p)", True),  # XLA's program for a gather of 1,000 words
     ],
 )
-def test_programs_of_tpus_are_held_to_whole_tiles(instruction, is_refused):
+def test_tiles_of_tpus(instruction, is_refused):
     """A gather of 4,000 bytes must be a tile of 4,096, and not an all-reduce of zeros."""
     traced = jc.accounting.WireReport(4, 1000, Program([Traffic("all_gather", 4000, 4)]))
     text = compiled_for_tpus(instruction)
@@ -357,7 +357,7 @@ def test_programs_of_tpus_are_held_to_whole_tiles(instruction, is_refused):
 
 
 @pytest.mark.parametrize(("layout", "activations"), [("{0:T(1024)}", 1.0), ("{0:T(1024)}", 0.9), ("{0}", 1.0)])
-def test_tpus_may_send_what_layers_multiply_in_16_bits(layout, activations):
+def test_tpus_multiply_in_16_bits(layout, activations):
     """And nothing else; on other devices numbers keep their width."""
     traced = jc.accounting.WireReport(4, 1000, Program([Traffic("all_gather", 8192, 4)]))
     text = compiled_for_tpus(f"%a = f32[4096]{layout} all-gather(%p)")  # half of the 24,576 bytes received
@@ -372,7 +372,7 @@ def test_tpus_may_send_what_layers_multiply_in_16_bits(layout, activations):
     ("tiles", "padding", "workers"),
     [(61, 64, 4), (1000, 1008, 4), (3000, 3024, 4), (6240, 6272, 4), (12001, 12096, 4), (61, 62, 8), (12001, 12040, 8)],
 )
-def test_the_most_that_tpus_make_of_a_reduce_scatter(tiles, padding, workers):
+def test_padding_of_a_reduce_scatter(tiles, padding, workers):
     """Padded and shifted as XLA compiled it for two slices of a v5e:2x2, and for a v6e:2x4. Not an all-reduce."""
     part, shift = 4096 * workers, (workers - 1) * (padding - tiles)
     pairs = tuple((worker, worker + 1) for worker in range(workers - 1))
@@ -386,6 +386,6 @@ def test_the_most_that_tpus_make_of_a_reduce_scatter(tiles, padding, workers):
     ("operand", "across", "most"),
     [(4, False, 4096), (4, True, 6 * 4096), (32 * 4096, True, 32 * 4096), (32 * 4096 + 1, True, 36 * 4096)],
 )
-def test_the_most_that_tpus_make_of_an_all_reduce(operand, across, most):
+def test_padding_of_an_all_reduce(operand, across, most):
     """With four workers; between slices a tile for each. Small all-reduces may be summed twice."""
     assert Traffic("all_reduce", operand, 4).in_tiles(across).operand_bytes == most

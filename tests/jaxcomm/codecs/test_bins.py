@@ -44,7 +44,7 @@ def slots(kind, seed):
 @pytest.mark.parametrize("bits", [2, 4])
 @hypothesis.given(kind=st.sampled_from(KINDS), seed=st.integers(0, 2**20))
 @hypothesis.example(kind="ties", seed=7923)  # where the computed mean of equal numbers is above them
-def test_the_receiver_reads_what_the_sender_subtracts(bits, kind, seed):
+def test_senders_and_receivers_agree(bits, kind, seed):
     values, filled = slots(kind, seed)
     words, read = WRITE[bits](values, filled)
     np.testing.assert_array_equal(READ[bits](words), read)
@@ -59,7 +59,7 @@ def test_the_receiver_reads_what_the_sender_subtracts(bits, kind, seed):
 
 
 @pytest.mark.parametrize("bits", [2, 4])
-def test_the_words_are_the_means_and_the_codes(bits):
+def test_words_are_means_and_codes(bits):
     """A segment has 16 bits for its largest mean and 8 for each of the 2^(b-1) - 1 others."""
     words, _ = WRITE[bits](*slots("normal", 0))
     segments, n = len(CAPACITIES), sum(CAPACITIES)
@@ -68,13 +68,13 @@ def test_the_words_are_the_means_and_the_codes(bits):
     assert words.dtype == jnp.uint32
 
 
-def test_bins_leave_little_of_the_energy_of_what_top_k_sends():
+def test_little_energy_is_lost():
     """For the largest 64 of 4096 normal numbers, whose magnitudes are at least 2.4."""
     x = np.sort(np.abs(np.random.default_rng(0).normal(size=4096)))[-64:].astype(np.float32)
     for bits, most in ((2, 0.02), (4, 0.001)):
         assert np.sum((quantized(x, bits, 64) - x) ** 2) / np.sum(x**2) < most
 
 
-def test_other_names_are_refused():
+def test_other_names():
     with pytest.raises(ValueError, match="one of float32, bfloat16, 4bit, 2bit; got '8bit'"):
         slot_codec("8bit")

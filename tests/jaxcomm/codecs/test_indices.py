@@ -74,7 +74,7 @@ def selected(kind, seed, sizes):
 @hypothesis.example(kind="empty", seed=0)
 @hypothesis.example(kind="full", seed=0)
 @hypothesis.example(kind="clustered", seed=3)
-def test_positions_are_read_as_written(codec_name, layout_name, kind, seed):
+def test_positions_return(codec_name, layout_name, kind, seed):
     codec, run = there_and_back(codec_name, layout_name)
     layout = layout_of(layout_name)
     selection, payload, position = run(selected(kind, seed, layout.sizes))
@@ -125,7 +125,7 @@ def assert_in_range(codec_name, layout, kind, seed):
 @hypothesis.given(kind=st.just("random"), seed=st.integers(0, 2**20))
 @hypothesis.example(kind="zeros", seed=0)
 @hypothesis.example(kind="ones", seed=0)
-def test_positions_of_damaged_words_are_in_range(codec_name, layout_name, kind, seed):
+def test_damage_stays_in_range(codec_name, layout_name, kind, seed):
     """Callers scatter with `promise_in_bounds`."""
     assert_in_range(codec_name, layout_of(layout_name), kind, seed)
 
@@ -134,7 +134,7 @@ def test_positions_of_damaged_words_are_in_range(codec_name, layout_name, kind, 
 @pytest.mark.parametrize("codec_name", ["plain", "elias_fano"])
 @hypothesis.given(kind=st.just("random"), seed=st.integers(0, 2**20))
 @hypothesis.example(kind="ones", seed=0)
-def test_positions_of_damaged_words_are_in_range_where_int32_nearly_ends(codec_name, slots, kind, seed):
+def test_damage_near_the_end_of_int32(codec_name, slots, kind, seed):
     """A shift that overflows int32 is negative."""
     layout = Layout(((2**31 - 1024,),), (np.dtype(np.float32),), (True,), (slots,))
     assert_in_range(codec_name, layout, kind, seed)
@@ -142,7 +142,7 @@ def test_positions_of_damaged_words_are_in_range_where_int32_nearly_ends(codec_n
 
 @pytest.mark.parametrize("density", [0.001, 0.003, 0.01, 0.03, 0.05, 0.1])
 @pytest.mark.parametrize("n", [2**20, 3_000_000, 10**7])
-def test_the_smallest_codec_is_near_entropy(n, density):
+def test_near_entropy(n, density):
     """Of the flat vector's entropy; the layout is static, so 10^7 coordinates cost nothing."""
     n = -(-n // 1024) * 1024
     layout = Layout(((n,),), (np.dtype(np.float32),), (True,), (math.ceil(n * density),))
@@ -153,21 +153,21 @@ def test_the_smallest_codec_is_near_entropy(n, density):
 
 
 @pytest.mark.parametrize("layout_name", LAYOUTS)
-def test_the_smallest_codec_is_chosen(layout_name):
+def test_smallest_codec(layout_name):
     layout = layout_of(layout_name)
     assert choose_index_codec(layout).n_words == min(codec(layout).n_words for codec in INDEX_CODECS.values())
 
 
 @hypothesis.given(n=st.integers(1, 2**31 - 1025), share=st.floats(1e-7, 1))
 @hypothesis.example(n=1, share=1.0)
-def test_elias_fano_splits_where_it_takes_the_fewest_words(n, share):
+def test_elias_fano_split(n, share):
     n = -(-n // 1024) * 1024
     slots = max(1, int(n * share))
     layout = Layout(((n,),), (np.dtype(np.float32),), (True,), (slots,))
     assert INDEX_CODECS["elias_fano"](layout).n_words == index_words("elias_fano", n, slots)
 
 
-def test_elias_fano_takes_two_bits_and_the_logarithm():
+def test_elias_fano_bits():
     layout = Layout(((2**20,),), (np.dtype(np.float32),), (True,), (2**10,))
     assert 32 * INDEX_CODECS["elias_fano"](layout).n_words / 2**10 == pytest.approx(2 + 10, abs=0.1)
 
@@ -175,5 +175,5 @@ def test_elias_fano_takes_two_bits_and_the_logarithm():
 @pytest.mark.parametrize(
     ("n", "k", "expected"), [(1000, 0, 0), (1000, 1000, 0), (1000, 500, 2.0), (100, 1, 8.07931359)]
 )
-def test_entropy_in_bits_an_index(n, k, expected):
+def test_entropy(n, k, expected):
     assert entropy_bits(n, k) == pytest.approx(expected)

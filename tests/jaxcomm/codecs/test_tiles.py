@@ -39,7 +39,7 @@ def cross(x, width, key=None, dtype="float32"):
 @pytest.mark.parametrize("key", [None, 12345])
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("n", [1, 64, 200, 5000])
-def test_numbers_arrive_as_the_references(n, width, key):
+def test_numbers_of_the_reference(n, width, key):
     """Except in tiles in which a float32 may be on the other side of a level; some tiles have an outlier."""
     for seed in range(3):
         x = np.random.default_rng(seed).normal(size=n).astype(np.float32) * np.float32(10.0 ** (9 * (seed - 1)))
@@ -65,7 +65,7 @@ ACTIVATIONS = {
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_no_more_is_lost_than_by_the_published_code(name, width):
+def test_loss_of_the_published_code(name, width):
     """Steps are rounded up to bfloat16, by .4% on average and .8% at most, of which the square counts."""
     x = ACTIVATIONS[name].astype(np.float32)
     error = np.sum((cross(x.reshape(-1), width).reshape(x.shape) - x.astype(float)) ** 2)
@@ -73,7 +73,7 @@ def test_no_more_is_lost_than_by_the_published_code(name, width):
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_zeros_are_exact_and_a_constant_tile_nearly(width):
+def test_zeros_and_constants(width):
     """One number 64 times, or once among zeros, is a zero point alone: to half an eighth of 1/4095."""
     for tile in (np.zeros(64), np.full(64, -3.0), np.eye(64)[5] * 1e30, np.eye(64)[5] * 2.0**-100):
         tile, most = tile.astype(np.float32), np.abs(tile).max()
@@ -85,7 +85,7 @@ def test_zeros_are_exact_and_a_constant_tile_nearly(width):
 
 @pytest.mark.parametrize("kind", ["heavy", "few", "ties", "normal"])
 @pytest.mark.parametrize("width", WIDTHS)
-def test_an_error_is_at_most_half_a_step(kind, width):
+def test_errors_of_half_a_step(kind, width):
     """Of a tile's span, rotated if it is; or of 1/4095 of its smallest number. With a key: a step of a bucket."""
     x = np.clip(numbers(np.random.default_rng(3), kind, (40, 64)), -1e25, 1e25)
     y, _ = turned(x.astype(float))
@@ -99,7 +99,7 @@ def test_an_error_is_at_most_half_a_step(kind, width):
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_gradients_are_unbiased(width):
+def test_unbiased_gradients(width):
     """The mean over 2,000 keys is within 5.5 standard errors for each of 64 numbers; rounded to nearest, it is not."""
     x = np.random.default_rng(0).normal(size=64).astype(np.float32)
 
@@ -116,7 +116,7 @@ def test_gradients_are_unbiased(width):
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_makes_its_tile_so_and_no_other(bad):
+def test_nan_stays_in_its_tile(bad):
     """With more elements than it takes for XLA's maximum on CPUs to lose NaN."""
     x = np.ones(64 * 200, np.float32)
     x[64 * 150 + 3] = bad
@@ -128,7 +128,7 @@ def test_what_is_not_finite_makes_its_tile_so_and_no_other(bad):
         np.testing.assert_allclose(result[~is_bad], 1, rtol=1e-4)
 
 
-def test_narrow_types_are_written_as_float32():
+def test_narrow_types():
     x = np.random.default_rng(1).normal(size=300).astype(jnp.bfloat16).astype(np.float32)
     for key in (None, 3):
         np.testing.assert_array_equal(cross(x, 4, key, dtype="bfloat16"), cross(x, 4, key))

@@ -21,7 +21,7 @@ THERE_AND_BACK = {
 @pytest.mark.parametrize("name", CODECS)
 @hypothesis.settings(max_examples=50)
 @hypothesis.given(values=st.lists(floats, min_size=9, max_size=9))
-def test_the_receiver_reads_what_the_sender_subtracts(name, values):
+def test_senders_and_receivers_agree(name, values):
     values = np.asarray(values, np.float32)
     expected = np.clip(values, -BFLOAT16_MAX, BFLOAT16_MAX).astype(ml_dtypes.bfloat16).astype(np.float32)
     expected = values if name == "float32" else expected
@@ -32,7 +32,7 @@ def test_the_receiver_reads_what_the_sender_subtracts(name, values):
 
 @pytest.mark.parametrize("name", CODECS)
 @pytest.mark.parametrize("n", [0, 1, 2, 3, 1024])
-def test_values_take_their_bits_in_whole_words(name, n):
+def test_words(name, n):
     codec = CODECS[name]
     values = jnp.linspace(-1, 1, n, dtype=jnp.float32)
     words = codec.encode(codec.rounded(values))
@@ -41,21 +41,21 @@ def test_values_take_their_bits_in_whole_words(name, n):
     assert codec.bits == {"float32": 32, "bfloat16": 16}[name]
 
 
-def test_a_finite_value_stays_finite():
+def test_finite_values_stay_finite():
     largest = np.asarray([3.4028235e38, -3.4028235e38, 3.395e38, 3.3e38], np.float32)
     assert np.all(np.isfinite(THERE_AND_BACK["bfloat16"](largest)))
     np.testing.assert_array_equal(THERE_AND_BACK["bfloat16"](largest)[:2], [BFLOAT16_MAX, -BFLOAT16_MAX])
     np.testing.assert_array_equal(THERE_AND_BACK["float32"](largest), largest)
 
 
-def test_the_rounding_is_to_the_nearest_even():
+def test_rounding_to_even():
     halfway = np.asarray([1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20], np.float32)
     np.testing.assert_array_equal(ROUNDED["bfloat16"](halfway), [1, 1 + 2**-6, 1 + 2**-7])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", CODECS)
-def test_activations_of_any_type_are_written_rounded(name, dtype):
+def test_types_of_activations(name, dtype):
     """As they cross a boundary: no `rounded` before."""
     values = jnp.asarray(np.random.default_rng(0).normal(size=101), dtype)
     result = jax.jit(lambda x: CODECS[name].decode(CODECS[name].encode(x), x.size))(values)
@@ -64,11 +64,11 @@ def test_activations_of_any_type_are_written_rounded(name, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", jnp.bfloat16, np.dtype(ml_dtypes.bfloat16)])
-def test_a_dtype_may_be_given_in_any_form(dtype):
+def test_forms_of_a_dtype(dtype):
     assert value_codec(dtype) == CODECS["bfloat16"]
 
 
 @pytest.mark.parametrize(("dtype", "name"), [("int8", "int8"), (np.float16, "float16"), ("bf16", "bf16")])
-def test_other_dtypes_are_refused(dtype, name):
+def test_other_dtypes(dtype, name):
     with pytest.raises(ValueError, match=f"one of float32, bfloat16; got {name!r}. Pass value_dtype='bfloat16'"):
         value_codec(dtype)

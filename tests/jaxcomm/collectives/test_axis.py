@@ -20,7 +20,7 @@ def on_mesh(function, out_specs, check_vma=True, in_specs=None):
 
 
 @pytest.mark.parametrize("way", ["mesh", "mesh without check_vma", "vmap"])
-def test_what_is_tracked_where(way):
+def test_tracking(way):
     types = {}
 
     def worker(x):
@@ -46,7 +46,7 @@ def test_what_is_tracked_where(way):
     }
 
 
-def test_gradients_with_respect_to_own_copies_stay_local():
+def test_local_gradients():
     def worker(w, x):
         return jax.grad(lambda w: jnp.sum(w * x))(axis.to_varying(w, "data"))[None]
 
@@ -54,7 +54,7 @@ def test_gradients_with_respect_to_own_copies_stay_local():
     np.testing.assert_array_equal(grads.reshape(4, 3), X)
 
 
-def test_reduced_gradients_are_refused_only_where_that_is_known():
+def test_reduced_gradients():
     def worker(x):
         axis.check_per_worker({"mine": x}, "data")
         axis.check_per_worker({"mine": x, "reduced": jax.lax.psum(x, "data")}, "data")
@@ -66,7 +66,7 @@ def test_reduced_gradients_are_refused_only_where_that_is_known():
     on_mesh(worker, P("data"), check_vma=False)(X)
 
 
-def test_an_unknown_axis_is_refused_by_name():
+def test_an_unknown_axis():
     with pytest.raises(ValueError, match=r"got no axis 'data'. Call it inside jax.shard_map .* axis_name='data'\)"):
         axis.axis_size("data")
     with pytest.raises(ValueError, match="got no axis 'data'"):

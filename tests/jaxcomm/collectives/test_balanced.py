@@ -35,7 +35,7 @@ def regions_of(sizes, slots, K, dtype="float32"):
         ((4097,), 205, 4, 2048, 154),  # 102.5 and 50.6 in two regions each, one number in the third
     ],
 )
-def test_regions_are_whole_blocks_with_room_for_the_fullest(sizes, slots, K, size, capacity):
+def test_regions(sizes, slots, K, size, capacity):
     regions = regions_of(sizes, slots, K)
     assert regions.size == size
     assert regions.region.n_slots == capacity
@@ -65,7 +65,7 @@ def exchange(regions, vectors, masks, flags=None):
 
 
 @pytest.mark.parametrize("K", slow_except([2, 8], 8))
-def test_nothing_is_lost_between_workers_and_owners(K):
+def test_nothing_is_lost(K):
     """Eight workers own five blocks, so that three own nothing."""
     regions = regions_of((5000,), 600, K, "bfloat16")
     rng = np.random.default_rng(K)
@@ -89,7 +89,7 @@ def test_nothing_is_lost_between_workers_and_owners(K):
 
 
 @pytest.mark.slow
-def test_an_owner_sends_the_largest_sums_and_of_equal_ones_the_first():
+def test_owners_send_the_largest():
     regions = regions_of((1024,), 4, 1)
     vector = np.zeros((1, 1024), np.float32)
     vector[0, [3, 10, 20, 40]] = [1, -5, 2, 9]
@@ -118,7 +118,7 @@ def test_an_owner_sends_the_largest_sums_and_of_equal_ones_the_first():
 
 
 @pytest.mark.parametrize("bad", ["flag", "sum", "residual"])
-def test_a_step_that_is_not_sound_is_told_to_everyone(bad):
+def test_bad_steps(bad):
     regions = regions_of((2048,), 4, 3, "bfloat16")
     vectors, flags = np.zeros((3, 2048), np.float32), np.ones(3, bool)
     vectors[:, 5] = 1
@@ -144,7 +144,7 @@ def test_a_step_that_is_not_sound_is_told_to_everyone(bad):
     ],
     ids=["6000", "4097", "32768", "pulse"],
 )
-def test_no_normal_gradient_overflows_a_region_nor_does_what_accumulates(tx, n, K, steps):
+def test_usual_gradients_fit(tx, n, K, steps):
     params, rng = {"w": jnp.zeros(n)}, np.random.default_rng(0)
     state = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (K, *leaf.shape)), tx.init(params))
     step = jax.jit(jax.vmap(lambda gradient, state: tx.update({"w": gradient}, state, params)[1], axis_name="data"))
@@ -163,7 +163,7 @@ SHAPES = {"w": jax.ShapeDtypeStruct((100_000,), np.float32)}
         [(jc.dgc, 0.999, 16), (jc.topk, 0.9, 16), (jc.topk, 0.99, 96)], (jc.dgc, 0.999, 16), (jc.topk, 0.9, 16)
     ),
 )
-def test_gather_is_chosen_up_to_a_quarter_of_the_dense_bytes(factory, sparsity, K):
+def test_choice_of_gather(factory, sparsity, K):
     received = {
         collective: jc.wire_report(factory(sparsity, collective=collective), SHAPES, K).program.received
         for collective in ("gather", "balanced", "auto")

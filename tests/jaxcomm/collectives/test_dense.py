@@ -12,7 +12,7 @@ from jaxcomm.collectives import dense, dense_mean, fuse, split_words
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
-def test_means_come_back_in_shape_and_type_and_add_up_in_float32(dtype):
+def test_shape_type_and_sum(dtype):
     x = np.random.default_rng(0).normal(size=(4, 3, 5)).astype(dtype)
     small = np.full(4, 2**-7, dtype)
     small[0] = 1
@@ -27,7 +27,7 @@ def test_means_come_back_in_shape_and_type_and_add_up_in_float32(dtype):
     np.testing.assert_array_equal(mean_of_small, np.asarray((1 + 3 * 2**-7) / 4, dtype))
 
 
-def test_no_tensors_cost_nothing():
+def test_no_tensors():
     means, finite = dense_mean([], "data")
     assert means == []
     assert bool(finite)
@@ -36,14 +36,14 @@ def test_no_tensors_cost_nothing():
 @pytest.mark.parametrize(
     ("numbers", "finite"), [((1, 2), True), ((np.inf, 2), False), ((1, np.nan), False), ((3e38, 3e38), False)]
 )
-def test_what_is_not_finite_is_told(numbers, finite):
+def test_bad_numbers(numbers, finite):
     x = np.zeros((2, 5), np.float32)
     x[:, 3] = numbers
     _, progress = jax.vmap(lambda x: dense_mean([x], "data"), axis_name="data", out_axes=None)(x)
     assert bool(progress) == finite
 
 
-def test_one_all_reduce_for_all_tensors():
+def test_one_all_reduce():
     mesh = jc.make_mesh(data=2)
 
     def worker(x):
@@ -54,7 +54,7 @@ def test_one_all_reduce_for_all_tensors():
 
 
 @pytest.mark.parametrize("value_dtype", ["float32", "float16", "bfloat16"])
-def test_where_collectives_are_asynchronous_the_last_tensors_travel_first(monkeypatch, value_dtype):
+def test_the_last_tensors_first(monkeypatch, value_dtype):
     """In buckets of at least so many bytes, with the same means, and the same word on whether they are finite."""
     random, sizes = np.random.default_rng(0), (40, 0, 300, 7, 90, 64)
     rows = [random.normal(size=(4, size)).astype(np.float32) for size in sizes]
@@ -88,7 +88,7 @@ def test_where_collectives_are_asynchronous_the_last_tensors_travel_first(monkey
         assert not averaged(spoiled)[1]
 
 
-def test_fused_words_come_apart_again():
+def test_fused_words():
     payload = {
         "b": jnp.arange(3, dtype=jnp.uint32),
         "a": jnp.arange(10, 12, dtype=jnp.uint32),
@@ -100,7 +100,7 @@ def test_fused_words_come_apart_again():
         assert part.tolist() == payload[name].tolist()
 
 
-def test_in_float16_the_workers_divide_before_they_round_and_add_up():
+def test_float16_divides_first():
     x = np.random.default_rng(0).normal(size=(2, 3000)).astype(np.float32)
     (mean,), finite = jax.vmap(lambda x: dense_mean([x], "data", "float16"), axis_name="data", out_axes=None)(x)
     halves = (x / 2).astype(np.float16)
@@ -110,7 +110,7 @@ def test_in_float16_the_workers_divide_before_they_round_and_add_up():
 
 
 @pytest.mark.parametrize(("number", "finite"), [(60_000, True), (65_504, True), (131_100, False)])
-def test_a_float16_beyond_its_range_is_told(number, finite):
+def test_float16_beyond_its_range(number, finite):
     x = np.zeros((2, 5), np.float32)
     x[:, 3] = number
     (mean,), progress = jax.vmap(lambda x: dense_mean([x], "data", "float16"), axis_name="data", out_axes=None)(x)

@@ -53,7 +53,7 @@ def united(masks, published, codec):
         (8, [[5, 1, 6], [2, 6, 5], [5, 6, 1]]),
     ],
 )
-def test_masks_unite(K, published, density):
+def test_unions(K, published, density):
     """Each tensor has its own publishers. Bitmaps arrive whole, of positions those that fit; the rest is counted."""
     masks = random_masks(K, density, K)
     union, overflow = united(masks, published, "bitmap")
@@ -78,7 +78,7 @@ def test_masks_unite(K, published, density):
 
 @pytest.mark.parametrize("density", [0.001, 0.01, 0.03, 0.1, 0.5, 1.0])
 @pytest.mark.parametrize(("K", "r"), [(1, 1), (2, 1), (2, 2), (4, 1), (8, 3), (8, 8), (96, 2)])
-def test_the_codec_of_fewer_bytes_is_chosen(K, r, density):
+def test_choice_of_codec(K, r, density):
     layout = layout_of(density)
     row = MaskUnion(layout, "coded", r, "data").indices.n_words + len(SIZES) + 1
     coded = min(2 * (K - 1) / K * r * row, (K - 1) * row)  # all-reduce of r rows, or all-gather

@@ -68,7 +68,7 @@ def test_every_bit_arrives(dtype, check_vma, way):
     same_bits(repeat, x)
 
 
-def test_gathering_promises_that_all_workers_have_the_same(way):
+def test_gathers_are_replicated(way):
     """P() with check_vma proves it; simulated workers get one copy."""
     for workers in (2, 4):
         x = np.arange(3 * workers, dtype=np.float32).reshape(workers, 3)
@@ -80,7 +80,7 @@ def test_gathering_promises_that_all_workers_have_the_same(way):
         np.testing.assert_array_equal(jax.vmap(worker, axis_name="data", out_axes=None)(x), 2 * x)
 
 
-def test_sums_of_rows_and_all_gradients(way):
+def test_sums_and_gradients(way):
     """Against the sums over all workers in NumPy."""
     random = np.random.default_rng(0)
     x, weights = (random.standard_normal((2, 2, 3)).astype(np.float32) for _ in range(2))
@@ -106,7 +106,7 @@ def test_sums_of_rows_and_all_gradients(way):
 
 
 @pytest.mark.parametrize(("smaller", "op"), [(0, "all_reduce"), (1, "all_gather")])
-def test_large_messages_of_two_workers_go_by_an_all_reduce_of_the_same_bytes(smaller, op):
+def test_two_workers_all_reduce(smaller, op):
     words = messages.LARGE // 4 - smaller
     x = np.ones((2, words), np.uint32)
     function = on_mesh(lambda x: messages.all_gather_same(x[0], "data"), P())
@@ -116,7 +116,7 @@ def test_large_messages_of_two_workers_go_by_an_all_reduce_of_the_same_bytes(sma
         assert program.received == 4 * words
 
 
-def test_other_types_and_more_workers_keep_their_collectives(monkeypatch):
+def test_other_types_and_workers(monkeypatch):
     monkeypatch.setattr(messages, "LARGE", 1)
     for workers, dtype in ((2, np.float16), (4, np.float32)):
         x = np.ones((workers, 8), dtype)
@@ -136,7 +136,7 @@ def traced_for(platform, function, shape, dtype=jnp.float32, workers=4):
     ("shape", "dtype", "tiles"),
     [((1000,), jnp.uint32, 1), ((1024,), jnp.uint32, 1), ((3, 1000), jnp.float32, 3), ((4097,), jnp.int8, 2)],
 )
-def test_what_tpus_gather_is_whole_tiles(shape, dtype, tiles):
+def test_tiles_of_a_gather(shape, dtype, tiles):
     """XLA turns a gather of anything else into an all-reduce of zeros (seen in libtpu 0.0.42)."""
     (traffic,) = traced_for("tpu", lambda x: messages.all_gather_same(x, "data"), shape, dtype)
     assert (traffic.op, traffic.operand_bytes) == ("all_gather", tiles * 4096)
@@ -144,18 +144,18 @@ def test_what_tpus_gather_is_whole_tiles(shape, dtype, tiles):
     assert traffic.operand_bytes == np.prod(shape) * jnp.dtype(dtype).itemsize
 
 
-def test_what_tpus_scatter_is_whole_tiles_and_lanes():
+def test_tiles_of_a_scatter():
     (traffic,) = traced_for("tpu", lambda x: messages.sum_scatter(x, "data"), (4, 1000))
     assert (traffic.op, traffic.operand_bytes) == ("reduce_scatter", 4 * 4096)
 
 
 @pytest.mark.parametrize(("words", "payload"), [(100, 100), (32 * 1024 - 1, 32 * 1024 - 1), (32 * 1024 + 1, 36 * 1024)])
-def test_large_sums_of_tpus_are_a_tile_for_each_worker_at_a_time(words, payload):
+def test_sums_by_tiles(words, payload):
     (traffic,) = traced_for("tpu", lambda x: messages.sum_of(x, "data"), (words,))
     assert (traffic.op, traffic.operand_bytes) == ("all_reduce", 4 * payload)
 
 
-def test_two_workers_that_are_not_cpu_hosts_gather(monkeypatch):
+def test_other_platforms_gather(monkeypatch):
     for platform, op in (("cpu", "all_reduce"), ("gpu", "all_gather"), ("tpu", "all_gather")):
         large = (messages.LARGE,)
         (traffic,) = traced_for(platform, lambda x: messages.all_gather_same(x, "data"), large, workers=2)
@@ -177,7 +177,7 @@ EXCHANGES = {
     "name",
     [name if name in ("gather", "two shots") else pytest.param(name, marks=pytest.mark.slow) for name in EXCHANGES],
 )
-def test_whole_steps_have_the_same_bits_and_bytes(name, monkeypatch):
+def test_whole_steps(name, monkeypatch):
     """Five steps of two workers in each way; `verify` checks the compiled program against its claim."""
     params = {"a": np.linspace(-1, 1, 2048, dtype=np.float32).reshape(64, 32), "b": np.ones(64, np.float32)}
     rows = np.random.default_rng(0).standard_normal((4, 32)).astype(np.float32)
@@ -211,7 +211,7 @@ def test_whole_steps_have_the_same_bits_and_bytes(name, monkeypatch):
     assert bytes_of_one == bytes_of_other < bytes_of_tiles
 
 
-def test_what_was_gathered_is_replicated_in_foreign_steps(monkeypatch):
+def test_foreign_steps(monkeypatch):
     """`data_parallel` turns JAX's own check off, and checks itself what differs between workers."""
     monkeypatch.setattr(messages, "LARGE", 1)
     tx = jc.chain(jc.topk(0.9, dense_below=0), optax.sgd(0.1))

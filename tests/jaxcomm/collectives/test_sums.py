@@ -36,7 +36,7 @@ def over_workers(worker, *rows, is_shared=True):
 
 
 @pytest.mark.parametrize("K", [1, 5])
-def test_parts_come_to_their_owners_and_back(K):
+def test_parts_go_and_return(K):
     rows = np.arange(K * K * 3, dtype=np.uint32).reshape(K, K, 3)
 
     def worker(row):
@@ -55,7 +55,7 @@ def test_parts_come_to_their_owners_and_back(K):
 
 @pytest.mark.parametrize(("K", "slots"), [(1, 33), (2, 257), (3, 257), (8, 100)])
 @pytest.mark.parametrize(("name", "dtype"), [("psum", "float32"), ("two_shot", "bfloat16"), ("ring", "bfloat16")])
-def test_compact_sums_lose_nothing_whatever_the_slots(name, dtype, K, slots):
+def test_compact_sums(name, dtype, K, slots):
     """Also with fewer slots than parts, so that some owners own nothing."""
     values = np.random.default_rng(slots).normal(size=(K, slots)).astype(np.float32)
 
@@ -75,7 +75,7 @@ def test_compact_sums_lose_nothing_whatever_the_slots(name, dtype, K, slots):
 
 @pytest.mark.parametrize("K", [2, 3])
 @pytest.mark.parametrize("name", SUMS)
-def test_compact_sums_tell_everyone_that_a_step_is_not_sound(name, K):
+def test_bad_compact_steps(name, K):
     def worker(row, flag):
         return compact_sum(row, flag, name, value_codec("float32"), "data").ok
 
@@ -89,7 +89,7 @@ def test_compact_sums_tell_everyone_that_a_step_is_not_sound(name, K):
     assert not workers(nan, flags)
 
 
-def test_a_sum_is_chosen_by_the_type_that_travels():
+def test_choice_of_sum():
     assert choose_sum("auto", value_codec("float32")) == "psum"
     assert choose_sum("auto", value_codec("bfloat16")) == "two_shot"
     assert [choose_sum(name, value_codec("float32")) for name in SUMS] == list(SUMS)
@@ -115,7 +115,7 @@ CODES = {
 @pytest.mark.parametrize("collective", slow_except(["gather", "two_shot"], "gather"))
 @pytest.mark.parametrize("K", [3, 8])
 @pytest.mark.parametrize("code", slow_except(CODES, "integers", "signs"))
-def test_coded_sums_lose_nothing(code, K, collective):
+def test_coded_sums(code, K, collective):
     """Also with fewer blocks than workers: eight workers own five blocks."""
     rng = np.random.default_rng(K)
     vectors = rng.integers(-1, 2, size=(K, N)) if code == "integers" else rng.normal(size=(K, N))
@@ -137,14 +137,14 @@ def test_coded_sums_lose_nothing(code, K, collective):
 
 
 @pytest.mark.parametrize("code", CODES)
-def test_codes_take_the_words_that_they_say(code):
+def test_words_of_codes(code):
     """Codes are chosen by these numbers of words."""
     words = jax.eval_shape(lambda x: encode(CODES[code], x, 0), jax.ShapeDtypeStruct((2048,), np.float32))
     assert words.shape == (CODES[code].n_words(2048),)
 
 
 @pytest.mark.parametrize("collective", ["gather", "two_shot"])
-def test_coded_sums_tell_everyone_that_a_step_is_not_sound(collective):
+def test_bad_coded_steps(collective):
     def worker(row, flag):
         code = Buckets(8, 1024, "max", noise.make_key(0))
         return coded_sum(Stored(row), flag, code, code, collective, "data").ok
@@ -176,7 +176,7 @@ class Bits:
 
 @pytest.mark.parametrize("K", range(1, 12))
 @pytest.mark.parametrize("second", [1, 4, 8])
-def test_the_coded_sum_that_receives_fewer_bytes_is_chosen(K, second):
+def test_choice_of_coded_sum(K, second):
     n, first = 5 * 1024, 2
     part = math.ceil(n / (K * 1024)) * 1024
     gathered, two_shots = (K - 1) * (n * first / 32 + 1), (K - 1) * (part * (first + second) / 32 + 2)
@@ -194,7 +194,7 @@ def test_the_coded_sum_that_receives_fewer_bytes_is_chosen(K, second):
 
 
 @pytest.mark.parametrize("limit", slow_except([1, 3, 4, 127, 128], 3, 127, 128))
-def test_integers_take_the_bits_that_they_need(limit):
+def test_bits_of_integers(limit):
     values = np.random.default_rng(limit).integers(-limit, limit + 1, size=100).astype(np.float32)
     values[:2] = limit, -limit
     code = Integers(limit)
@@ -203,7 +203,7 @@ def test_integers_take_the_bits_that_they_need(limit):
     np.testing.assert_array_equal(code.decode(words, 100, 0), values)
 
 
-def test_ternary_numbers_are_exact_where_nothing_is_random():
+def test_ternary_numbers():
     values = np.random.default_rng(0).integers(-1, 2, size=1024).astype(np.float32)
     code = Ternary(noise.make_key(0))
     words = encode(code, jnp.asarray(values), 0)
@@ -213,7 +213,7 @@ def test_ternary_numbers_are_exact_where_nothing_is_random():
 
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e38, 3.4e38])
 @pytest.mark.parametrize("width", [2, 4, 8])
-def test_levels_are_exact_whatever_the_scale(width, scale):
+def test_levels_of_any_scale(width, scale):
     """XLA multiplies by the inverse, and that of 1e38 would be flushed to zero."""
     code = Buckets(width, 32, "max", noise.make_key(0))
     values = np.random.default_rng(0).integers(-code.levels, code.levels + 1, size=1024) / code.levels
@@ -227,7 +227,7 @@ def test_levels_are_exact_whatever_the_scale(width, scale):
 
 @pytest.mark.parametrize("code", ["buckets", "l2", "signs"])
 @pytest.mark.parametrize("value", [np.nan, -np.inf, 3e38])
-def test_codes_say_what_is_broken_or_would_not_be_finite_when_read(code, value):
+def test_bad_values(code, value):
     codec = CODES[code] if code != "l2" else Buckets(4, 64, "l2", noise.make_key(1))
     values = np.random.default_rng(0).normal(size=N).astype(np.float32) * INSIDE
     assert codec.codes(Stored(values), 0)[1]
@@ -239,7 +239,7 @@ def test_codes_say_what_is_broken_or_would_not_be_finite_when_read(code, value):
     assert ok(values) == (np.isfinite(value) and code == "buckets")
 
 
-def test_magnitudes_and_masks_of_one_pass_are_those_of_several():
+def test_one_pass_or_several():
     values = np.random.default_rng(0).normal(size=4096).astype(np.float32)
     arguments = values, values < 0, values > 1
     total, *words = jax.jit(_magnitudes_in_one_pass)(*arguments)
@@ -257,7 +257,7 @@ class Highest(Buckets):
 
 
 @pytest.mark.parametrize(("width", "levels"), [(8, 31), (8, 127), (4, 7)])
-def test_no_level_is_above_the_highest_whatever_is_drawn(width, levels):
+def test_the_highest_level(width, levels):
     """With 31 levels, four workers' largest values just fit an int8."""
     code = Highest(width, 64, "max", noise.make_key(0))
     x = np.repeat(np.linspace(1, 2, 100, dtype=np.float32), 64)

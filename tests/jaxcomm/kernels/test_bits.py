@@ -30,19 +30,19 @@ def mask_of(words):
 
 @many
 @hypothesis.given(words=words_of_any_density)
-def test_packing_is_numpys_in_little_order(words):
+def test_packing_is_numpys(words):
     mask = mask_of(words)
     np.testing.assert_array_equal(pack(mask), words)
     np.testing.assert_array_equal(unpack(words), mask)
 
 
-def test_bit_i_is_bit_i_modulo_32_of_word_i_over_32():
+def test_places_of_bits():
     mask = np.zeros(96, bool)
     mask[[0, 33, 95]] = True
     assert np.asarray(bits.pack(jnp.asarray(mask))).tolist() == [1, 2, 1 << 31]
 
 
-def test_several_masks_are_packed_in_one_pass():
+def test_several_masks():
     masks = np.random.default_rng(0).random((3, 32 * WORDS)) < [[0.1], [0.5], [1.0]]
     packed = jax.jit(bits.pack_each)(*masks)
     for mask, words, by_matrices in zip(masks, packed, bits._pack_each_by_matmul(*masks), strict=True):
@@ -51,14 +51,14 @@ def test_several_masks_are_packed_in_one_pass():
 
 
 @pytest.mark.parametrize("shape", [(31,), (33,), (2, 32), ()])
-def test_what_is_not_a_row_of_whole_words_is_refused(shape):
+def test_partial_words(shape):
     with pytest.raises(ValueError, match=r"n a multiple of 32; got shape .*. Flatten it, and pad it with False"):
         bits.pack(jnp.zeros(shape, bool))
 
 
 @pytest.mark.parametrize("n", slow_except([1, 32, 1000], 32))
 @pytest.mark.parametrize("width", [1, 2, 5, 8, 16, 31])
-def test_numbers_are_packed_in_fields_of_a_power_of_two(n, width):
+def test_numbers(n, width):
     numbers = np.random.default_rng(n).integers(0, 2**31, size=n).astype(np.int32)
     words = np.asarray(bits.pack_numbers(jnp.asarray(numbers), width))
     assert words.shape == (bits.packed_words(n, width),) == (width * -(-n // 32),)
@@ -85,7 +85,7 @@ def test_counts_and_ranks(words):
 
 @many
 @hypothesis.given(words=words_of_any_density)
-def test_select_bit_finds_every_set_bit_of_every_word(words):
+def test_select_bit(words):
     mask = mask_of(words).reshape(-1, 32)
     for rank in range(32):
         positions = np.asarray(select_bit(words, np.full(WORDS, rank, np.int32)))
@@ -95,7 +95,7 @@ def test_select_bit_finds_every_set_bit_of_every_word(words):
 
 @many
 @hypothesis.given(words=words_of_any_density, quotas=st.lists(st.integers(-2, 40), min_size=WORDS, max_size=WORDS))
-def test_keep_first_keeps_the_lowest_bits_of_every_word(words, quotas):
+def test_keep_first(words, quotas):
     prefix = mask_of(np.asarray(keep_first(words, np.asarray(quotas, np.int32)))).reshape(-1, 32)
     for mask, word, quota in zip(mask_of(words).reshape(-1, 32), prefix, quotas, strict=True):
         assert np.flatnonzero(word).tolist() == np.flatnonzero(mask)[: max(quota, 0)].tolist()
@@ -103,7 +103,7 @@ def test_keep_first_keeps_the_lowest_bits_of_every_word(words, quotas):
 
 @pytest.mark.parametrize("n_slots", [1, 100, WORDS * 32])
 @hypothesis.given(words=words_of_any_density)
-def test_positions_are_those_of_the_first_set_bits_and_stay_sorted_and_in_range(n_slots, words):
+def test_positions(n_slots, words):
     expected = np.flatnonzero(mask_of(words))[:n_slots]
     slots = positions(words, rank_of_words(words), n_slots)
     position, filled = np.asarray(slots.position), np.asarray(slots.filled)
@@ -115,7 +115,7 @@ def test_positions_are_those_of_the_first_set_bits_and_stay_sorted_and_in_range(
 
 
 @hypothesis.given(words=words_of_any_density, capacity=st.sampled_from([1, 7, 30]))
-def test_positions_of_two_segments_with_slots_of_their_own(words, capacity):
+def test_positions_of_two_segments(words, capacity):
     """The second half's slots start at `capacity`, whatever the first half has; surplus positions are not found."""
     halves = mask_of(words).reshape(2, -1)
     ranks = np.concatenate([np.cumsum(h.reshape(-1, 32).sum(1)) - h.reshape(-1, 32).sum(1) for h in halves])
@@ -130,7 +130,7 @@ def test_positions_of_two_segments_with_slots_of_their_own(words, capacity):
 
 
 @pytest.mark.parametrize("n_words", [1, 127, 128, 300, 33_000])
-def test_what_a_tpu_computes_by_matrices_is_the_same(n_words):
+def test_programs_of_tpus(n_words):
     """It is only compiled for TPUs, but runs on any device."""
     rng = np.random.default_rng(n_words)
     words = rng.integers(0, 2**32, n_words, dtype=np.uint32)
@@ -142,6 +142,6 @@ def test_what_a_tpu_computes_by_matrices_is_the_same(n_words):
     np.testing.assert_array_equal(jax.jit(bits._sum_by_matmul)(signed), np.cumsum(signed, dtype=np.int32))
 
 
-def test_numbers_of_no_bits_take_no_words():
+def test_numbers_of_no_bits():
     assert bits.pack_numbers(jnp.arange(40), 0).shape == (0,)
     np.testing.assert_array_equal(bits.unpack_numbers(jnp.zeros(0, jnp.uint32), 40, 0), np.zeros(40, np.int32))

@@ -22,7 +22,7 @@ def numbers(*key):
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_mean_variance_and_bins_are_those_of_uniform_numbers(key):
+def test_uniform_numbers(key):
     u = numbers(*key)
     assert u.min() >= 0
     assert u.max() < 1
@@ -40,13 +40,13 @@ def correlation(a, b):
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_neighbours_are_independent(key):
+def test_neighbours(key):
     u = numbers(*key)
     for lag in (1, 2, 3, 32, 512, 1024):
         assert abs(correlation(u[:-lag], u[lag:])) <= 5 / np.sqrt(N - lag)
 
 
-def test_workers_steps_seeds_and_phases_are_independent():
+def test_independent_sequences():
     keys = [(seed, step, 0, worker) for seed in (0, 1) for step in (0, 1, 2) for worker in range(4)]
     keys += [(0, 0, 1), (0, 1, 1), (0, 0), (0, 1), (1, 0)]
     rows = [numbers(*key) for key in keys]
@@ -56,13 +56,13 @@ def test_workers_steps_seeds_and_phases_are_independent():
         assert abs(correlation(x, y[::-1])) <= 5 / np.sqrt(N), (a, b)
 
 
-def test_a_part_of_a_sequence_is_that_part():
+def test_parts_of_a_sequence():
     key = noise.make_key(3, 4)
     whole = np.asarray(uniform(key, 4096))
     for start in (0, 1, 1024, 3000):
         np.testing.assert_array_equal(noise.uniform(key, 1000, start), whole[start : start + 1000])
 
 
-def test_keys_depend_on_every_number_and_on_their_order():
+def test_keys():
     keys = [noise.make_key(*numbers) for numbers in itertools.product(range(8), repeat=3)]
     assert len({int(key) for key in keys}) == 512

@@ -33,11 +33,11 @@ def lowbias32(x):
 
 
 @pytest.mark.parametrize("name", ARRAYS)
-def test_the_digest_is_the_sum_of_words_hashed_with_their_places(name):
+def test_digest(name):
     assert int(jax.jit(digest)(ARRAYS[name])) == reference(ARRAYS[name])
 
 
-def test_every_bit_changes_it():
+def test_every_bit_counts():
     array = ARRAYS["float32"]
     before = int(digest(jnp.asarray(array)))
     for word in (0, 50, 104):
@@ -47,7 +47,7 @@ def test_every_bit_changes_it():
             assert reference(variant) != before
 
 
-def test_two_words_in_each_others_places_change_it():
+def test_swapped_words():
     """Also words that differ in only one bit, such as a number's sign, and at any distance."""
     words = np.random.default_rng(2).integers(2**32, size=4096, dtype=np.uint32)
     of_all = jax.jit(jax.vmap(digest))
@@ -59,7 +59,7 @@ def test_two_words_in_each_others_places_change_it():
         assert np.all(of_all(variant) != of_all(swapped))
 
 
-def test_a_sharded_array_stays_where_it_is():
+def test_a_sharded_array_stays():
     mesh = jc.make_mesh(data=4)
     array = np.random.default_rng(1).standard_normal((8, 1000)).astype(np.float32)
     for spec in (P("data"), P(None, "data")):

@@ -29,7 +29,7 @@ def ways(traced):
 
 
 @pytest.mark.parametrize(("platform", "expected"), [("tpu", ["tpu"]), ("cpu", ["default"]), ("gpu", ["default"])])
-def test_a_mesh_tells_the_platform(platform, expected):
+def test_platform_of_a_mesh(platform, expected):
     mesh = AbstractMesh((2,), ("data",), abstract_device=AbstractDevice("some", None, platform))
     traced = []
     with jax.sharding.use_abstract_mesh(mesh):
@@ -41,7 +41,7 @@ def test_a_mesh_tells_the_platform(platform, expected):
 @pytest.mark.parametrize(
     ("setting", "expected"), [("cpu", {"default"}), ("cpu,tpu", {"default", "tpu"}), (None, {"default", "tpu"})]
 )
-def test_without_a_mesh_the_setting_of_jax_tells_it_or_all_are_traced(monkeypatch, setting, expected):
+def test_platform_without_a_mesh(monkeypatch, setting, expected):
     monkeypatch.setattr(platforms, "_setting", lambda: setting)
     traced = []
     run = jax.jit(lambda x: by_platform(x, **ways(traced)))
@@ -49,7 +49,7 @@ def test_without_a_mesh_the_setting_of_jax_tells_it_or_all_are_traced(monkeypatc
     assert set(traced) == expected
 
 
-def test_a_report_is_traced_for_one_platform(monkeypatch):
+def test_a_report_has_one_platform(monkeypatch):
     monkeypatch.setattr(jax.lax, "platform_dependent", lambda *_, **__: pytest.fail("the platform is not known"))
     monkeypatch.setattr(platforms, "_setting", lambda: None)
     assert jc.wire_report(jc.topk(0.9), {"w": jax.ShapeDtypeStruct((3000,), np.float32)}, workers=3).received > 0
@@ -57,7 +57,7 @@ def test_a_report_is_traced_for_one_platform(monkeypatch):
 
 @pytest.mark.parametrize("case", FIRST, ids=str)
 @pytest.mark.parametrize(("kind", "platform"), [("gpu", "cuda"), ("tpu", "tpu")])
-def test_every_method_lowers_for_gpus_and_tpus(case, kind, platform):
+def test_methods_lower_for_gpus_and_tpus(case, kind, platform):
     """JAX translates its program without such a device; XLA does not compile it."""
     mesh = AbstractMesh((4,), ("data",), (AxisType.Auto,), abstract_device=AbstractDevice("some", None, kind))
     tx, params = case.make(), shapes_of("pair")
@@ -74,7 +74,7 @@ def test_every_method_lowers_for_gpus_and_tpus(case, kind, platform):
 
 
 @pytest.mark.parametrize("case", FIRST, ids=str)
-def test_what_other_platforms_compute_is_what_a_cpu_computes(case, monkeypatch):
+def test_platforms_agree(case, monkeypatch):
     """To rounding: four steps of the programs for GPUs, on a CPU."""
 
     def results(workers):
@@ -91,7 +91,7 @@ def test_what_other_platforms_compute_is_what_a_cpu_computes(case, monkeypatch):
 
 
 @pytest.mark.parametrize("first", [0.0, 1.0])
-def test_what_is_in_memory_is_read_from_a_loop_that_xla_does_not_look_through(first):
+def test_in_memory_is_a_loop(first):
     x = np.arange(64, dtype=np.float32) + np.float32(first)
 
     def halves(x):

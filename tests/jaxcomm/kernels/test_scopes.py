@@ -44,7 +44,7 @@ def operations(text):
         pytest.param(jc.powersgd(2), ALL - {"select"}, id="powersgd", marks=SLOW),
     ],
 )
-def test_an_exchange_names_its_parts(link, parts):
+def test_exchanges(link, parts):
     step = jc.make_train_step(loss_fn, jc.chain(link, optax.sgd(0.1)), jc.make_mesh(data=4))
     text = jax.jit(step).lower(step.init(PARAMS), BATCH).compile().as_text()
     pairs = operations(text)
@@ -58,7 +58,7 @@ def test_an_exchange_names_its_parts(link, parts):
         assert {PARTS.findall(name)[-1] for name in traffic} == {"exchange"}
 
 
-def test_a_local_method_and_one_between_groups_name_their_collectives():
+def test_hierarchical_collectives():
     mesh = jc.make_mesh(slice=2, data=2)
     inner = jc.hierarchical(jc.plump_dp(axis_name="slice"), inside="data", across="slice")
     step = jc.make_train_step(loss_fn, jc.chain(inner, optax.sgd(0.1)), mesh, axis_name=("slice", "data"))
@@ -68,7 +68,7 @@ def test_a_local_method_and_one_between_groups_name_their_collectives():
     assert all(PARTS.findall(name)[-1] == "exchange" for name in collectives)
 
 
-def test_activations_between_stages_name_their_parts():
+def test_activations():
     mesh = jc.make_mesh(stage=2)
 
     def move(x):

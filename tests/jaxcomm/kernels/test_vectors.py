@@ -15,7 +15,7 @@ from jaxcomm.kernels.vectors import _in_rows, computed_end_to_end, end_to_end, l
 @pytest.mark.parametrize("join", [end_to_end, computed_end_to_end])
 @pytest.mark.parametrize("count", [1, 2, 8, 9])
 @pytest.mark.parametrize("dtype", [np.float32, np.uint32])
-def test_vectors_are_laid_end_to_end(join, count, dtype):
+def test_end_to_end(join, count, dtype):
     rng = np.random.default_rng(count)
     parts = [rng.integers(0, 1000, size).astype(dtype) for size in rng.integers(1, 50, count)]
     parts.append(np.zeros(0, dtype))
@@ -25,7 +25,7 @@ def test_vectors_are_laid_end_to_end(join, count, dtype):
 
 
 @pytest.mark.parametrize("join", [end_to_end, computed_end_to_end])
-def test_vectors_on_a_mesh_keep_what_differs_between_workers(join):
+def test_end_to_end_on_a_mesh(join):
     mesh = jc.make_mesh(data=2)
     local, shared = np.arange(6.0, dtype=np.float32), np.full(3, -1.0, np.float32)
     run = jax.shard_map(
@@ -35,7 +35,7 @@ def test_vectors_on_a_mesh_keep_what_differs_between_workers(join):
     np.testing.assert_array_equal(jax.jit(run)(local, shared), expected)
 
 
-def test_no_few_vectors_are_concatenated_by_xla_for_a_cpu():
+def test_xla_does_not_concatenate():
     """For up to 8 arrays, XLA makes a loop that reads beyond their ends."""
     matrices = [jax.ShapeDtypeStruct((32, 32), np.float32)] * 8
 
@@ -49,7 +49,7 @@ def test_no_few_vectors_are_concatenated_by_xla_for_a_cpu():
 
 
 @pytest.mark.parametrize("size", [32, 96, 1024])
-def test_the_largest_of_each(size):
+def test_largest_of_each(size):
     numbers = np.random.default_rng(size).integers(0, 2**32, 3 * size, dtype=np.uint32)
     expected = numbers.reshape(3, size).max(1)
     np.testing.assert_array_equal(jax.jit(largest_of_each, static_argnums=1)(numbers, size), expected)
@@ -62,7 +62,7 @@ SHAPES = [(3, 4), (), (5,), (0, 2), (2, 2, 2), (1,)] * 4
 @pytest.mark.parametrize("count", [0, 1, 8, 9, 24])
 @pytest.mark.parametrize("gap", [0, 7])
 @pytest.mark.parametrize("dtype", [np.float32, np.uint32])
-def test_arrays_are_cut_out_of_a_vector(count, gap, dtype):
+def test_splits(count, gap, dtype):
     shapes = SHAPES[:count]
     sizes = [math.prod(shape) + gap for shape in shapes]
     starts = [sum(sizes[:place]) for place in range(count)]
@@ -77,7 +77,7 @@ def test_arrays_are_cut_out_of_a_vector(count, gap, dtype):
         vector = vector + np.asarray(1, dtype)
 
 
-def test_arrays_that_are_cut_apart_on_a_mesh_differ_between_workers_as_the_vector_does():
+def test_splits_on_a_mesh():
     mesh, vector = jc.make_mesh(data=2), np.arange(40.0, dtype=np.float32)
     cut = functools.partial(split_vector, shapes=[(2,)] * 10, starts=range(0, 20, 2))
     for spec, length in ((P("data"), 20), (P(), 40)):
@@ -87,7 +87,7 @@ def test_arrays_that_are_cut_apart_on_a_mesh_differ_between_workers_as_the_vecto
             np.testing.assert_array_equal(result, np.concatenate(rows))
 
 
-def test_two_loops_are_compiled_for_all_arrays_of_a_shape():
+def test_two_loops_a_shape():
     """XLA for CPUs compiled a loop for each, and a step of 400 tensors took 16 times as long to compile."""
 
     def loops(count):

@@ -56,7 +56,7 @@ def test_dct_mp_is_the_papers(name, value_dtype, kind, gradients, seed):
 
 @pytest.mark.parametrize("value_dtype", [None, "float32"])
 @hypothesis.given(kind=st.sampled_from(["normal", "ties", "infinite", "nan"]), seed=seeds)
-def test_bfloat16_activations_cross_as_they_are(value_dtype, kind, seed):
+def test_bfloat16_activations(value_dtype, kind, seed):
     run = crossing("back", dtype="bfloat16", value_dtype=value_dtype)
     x, gradient = run.draw(kind, seed), run.draw("normal", seed + 1)
     received, pulled = run(x, gradient)
@@ -65,7 +65,7 @@ def test_bfloat16_activations_cross_as_they_are(value_dtype, kind, seed):
     assert_same(pulled, only_at(2, reference.backward(gradient[1]), 3))
 
 
-def test_float16_activations_come_back_as_float16():
+def test_float16_activations():
     run = Crossing((2, 6), 0.5, 2, 0, 1, dtype="float16")
     x = run.draw("normal", 0)
     received, pulled = run(x, x)
@@ -74,7 +74,7 @@ def test_float16_activations_come_back_as_float16():
     assert_same(pulled, only_at(0, reference.backward(x[1]), 2))
 
 
-def test_every_sample_sends_its_own_share_on_its_own_mask():
+def test_shares_of_samples():
     """Of ties, the first are kept; a large sample does not take slots from a small one."""
     run = crossing("few")  # 3 of 5 a sample
     x = np.zeros((2, 3, 5), np.float32)
@@ -85,7 +85,7 @@ def test_every_sample_sends_its_own_share_on_its_own_mask():
     np.testing.assert_array_equal(pulled[0], mask)
 
 
-def test_what_bfloat16_does_not_hold_arrives_as_infinity():
+def test_bfloat16_beyond_its_range():
     """And never as a finite number, with which training could go on."""
     run = crossing("few", value_dtype="bfloat16")
     largest = np.finfo(np.float32).max
@@ -95,11 +95,11 @@ def test_what_bfloat16_does_not_hold_arrives_as_infinity():
     np.testing.assert_array_equal(pulled[0], np.broadcast_to([np.inf, -np.inf, 1, 0, 0], (3, 5)))
 
 
-def test_with_sparsity_0_it_is_a_permutation():
+def test_sparsity_0_permutes():
     assert_permutes(jc.dct_mp)
 
 
-def test_a_sample_of_one_number_is_sent_whole_beside_others_that_are_not():
+def test_a_sample_of_one_number():
     run = Crossing({"a": (6,), "b": (6, 5)}, 0.9, 2, 0, 1)
     x, gradient = run.draw("normal", 0), run.draw("normal", 1)
     received, pulled = run(x, gradient)
@@ -113,12 +113,12 @@ def documented(whole, values, positions, gradients):
 
 @pytest.mark.parametrize("value_dtype", slow_except([None, "bfloat16", "int4"], None, "bfloat16"))
 @pytest.mark.parametrize("name", CROSSINGS)
-def test_bytes_are_predicted_compiled_and_those_of_the_formula(name, value_dtype):
+def test_bytes(name, value_dtype):
     assert_bytes(name, documented, value_dtype=value_dtype)
 
 
 @pytest.mark.parametrize(("width", "words"), [(3, 32 * 7), (4, 32 * 9), (8, 32 * 17)])
-def test_bytes_of_a_few_bits_by_hand(width, words):
+def test_bytes_of_few_bits(width, words):
     """16 rows of 128 numbers are 32 tiles: a word and 2 per bit for each, and 6 words of pivots; 64 buckets back."""
     forward, backward = predicted_bytes(jc.dct_mp(0.0, value_dtype=f"int{width}"), (16, 128))
     assert (forward, backward) == (4 * (words + 6), 4 * 64 * (1 + max(width, 6)))
@@ -126,7 +126,7 @@ def test_bytes_of_a_few_bits_by_hand(width, words):
 
 @pytest.mark.parametrize("sparsity", [0.0, 0.7])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_values_of_4_bits_are_those_of_the_tiles_and_their_gradients_have_6(sparsity, dtype):
+def test_values_of_4_bits(sparsity, dtype):
     """The values that DCT-MP keeps, in rows of tiles; all other positions receive zeros."""
     shapes = {"a": (6, 5, 40), "b": (6, 200)}
     run = Crossing(shapes, sparsity, 3, 2, 0, dtype=dtype, value_dtype="int4")
@@ -152,7 +152,7 @@ def test_values_of_4_bits_are_those_of_the_tiles_and_their_gradients_have_6(spar
             assert not np.delete(result[name], place, axis=0).any()
 
 
-def test_the_sender_alone_writes_and_the_receiver_alone_reads():
+def test_who_writes_and_reads():
     """And vice versa for the gradient."""
     calls = []
 
@@ -176,7 +176,7 @@ def test_the_sender_alone_writes_and_the_receiver_alone_reads():
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_what_is_not_finite_crosses_in_4_bits_too(bad):
+def test_infinity_in_4_bits(bad):
     run = Crossing((3, 64), 0.0, 2, 0, 1, value_dtype="int4")
     x, gradient = run.draw("normal", 0), run.draw("normal", 1)
     x[0, 1, 3] = gradient[1, 2, 5] = bad
@@ -187,11 +187,11 @@ def test_what_is_not_finite_crosses_in_4_bits_too(bad):
 
 
 @pytest.mark.parametrize("sparsity", [0.05, 0.5, 0.9, 0.99])
-def test_bytes_of_large_activations_are_those_of_the_formula(sparsity):
+def test_bytes_of_large_activations(sparsity):
     assert_bytes_of_large_activations(jc.dct_mp, sparsity, documented)
 
 
-def test_large_activations_take_the_bits_that_are_documented():
+def test_bits_of_large_activations():
     """64 samples of 4096 at 5%: 2 + log2(d/k) bits per position, and never more than d bits per sample."""
     like = jax.ShapeDtypeStruct((64, 4096), jnp.bfloat16)
     for sparsity in (0.5, 0.95, 0.999):
@@ -238,7 +238,7 @@ def traced(x=None, size=2, sparsity=0.5, value_dtype=None, **arguments):
         ({"x": jnp.ones(())}, r"real floating activations with the samples as first dimension; got float32\[\]. Let"),
     ],
 )
-def test_errors_name_the_rule_what_came_and_the_remedy(arguments, message):
+def test_refusals(arguments, message):
     with pytest.raises(ValueError, match=message):
         traced(**arguments)
 

@@ -65,7 +65,7 @@ def test_a_step_is_numpys(place):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), state.params, exchanged.params)
 
 
-def test_bytes_are_predicted_and_no_all_reduce_of_the_table_is_left():
+def test_bytes():
     step, state = make_step("mesh", late_lookup, sgd(**BUT_TABLE))
     traffic = late_lookup_traffic(N, D, K)
     assert traffic.received == (K - 1) * N * 4 * (1 + D)
@@ -79,7 +79,7 @@ def test_bytes_are_predicted_and_no_all_reduce_of_the_table_is_left():
 
 
 @PLACES
-def test_an_error_that_is_not_finite_changes_nothing(place):
+def test_bad_errors(place):
     """In one worker's row, where both the table's and the scale's gradient have it; later steps go on."""
     step, state = make_step(place, late_lookup, sgd(**BUT_TABLE))
     bad = make_batch()
@@ -94,7 +94,7 @@ def test_an_error_that_is_not_finite_changes_nothing(place):
 
 @PLACES
 @pytest.mark.parametrize("outside", [-1, -R, -R - 1, R, 2**31 - 1])
-def test_an_id_outside_of_the_table_is_that_of_plain_indexing(place, outside):
+def test_an_id_outside_the_table(place, outside):
     batch = make_batch()
     batch["ids"][-1, 0] = outside
     value, right = jax.value_and_grad(loss_with(lambda table, ids: table[ids]))(parameters(), batch)
@@ -105,7 +105,7 @@ def test_an_id_outside_of_the_table_is_that_of_plain_indexing(place, outside):
     np.testing.assert_allclose(gradient, right["table"], atol=1e-5)
 
 
-def test_without_workers_it_is_the_plain_lookup():
+def test_no_workers():
     batch, params = make_batch(), parameters()
     result, expected = (
         jax.value_and_grad(loss_with(look_up))(params, batch)
@@ -115,7 +115,7 @@ def test_without_workers_it_is_the_plain_lookup():
 
 
 @PLACES
-def test_an_exchange_and_a_lookup_that_do_not_agree_are_refused(place):
+def test_lookup_and_exchange_disagree(place):
     step, state = make_step(place, late_lookup, sgd())
     with pytest.raises(
         ValueError, match=r"The table of late_lookup must be replicated, .* a where= that leaves the table"
@@ -134,6 +134,6 @@ def test_an_exchange_and_a_lookup_that_do_not_agree_are_refused(place):
         (np.zeros((R, D), np.float32), np.int16),
     ],
 )
-def test_another_table_is_refused(table, ids):
+def test_another_table(table, ids):
     with pytest.raises(ValueError, match=r"A table must be \(R, D\) of float32, and ids of int32; got"):
         late_lookup(jnp.asarray(table), jnp.zeros(2, ids))

@@ -79,7 +79,7 @@ def dense(steps, dtype=jnp.float32):
 
 
 @pytest.mark.parametrize("place", slow_except(["mesh", "simulated"], "mesh"))
-def test_ten_steps_are_those_of_a_dense_exchange_with_a_skipped_one_among_them(place):
+def test_ten_steps_are_dense_steps(place):
     expected, losses = dense(10)
     workers = 4 if place == "simulated" else jc.make_mesh(data=4)
     state, expected_metrics = run(loss_with("late"), sgd(jc.plump_dp(where=but("hidden"))), workers)
@@ -90,7 +90,7 @@ def test_ten_steps_are_those_of_a_dense_exchange_with_a_skipped_one_among_them(p
 
 
 @pytest.mark.slow
-def test_a_compressor_of_the_other_leaves_sees_what_it_would_see_anyway():
+def test_a_compressor_beside_it():
     """DCT-DP has thresholds for each tensor, so other tensors do not matter."""
     options = {"where": but("hidden"), "dense_below": 100, "life_span": 2, "value_dtype": "float32"}
     expected, losses = run(loss_with("reduce"), sgd(jc.dct_dp(0.5, **options, others=jc.plump_dp())), 4, steps=4)
@@ -103,7 +103,7 @@ def test_a_compressor_of_the_other_leaves_sees_what_it_would_see_anyway():
 
 
 @pytest.mark.parametrize("dtype", slow_except([jnp.bfloat16, jnp.float32], jnp.float32))
-def test_bytes_are_predicted_and_no_all_reduce_of_the_kernel_is_left(dtype):
+def test_bytes(dtype):
     K, rows = 4, 8 * ROWS
     mesh, tx = jc.make_mesh(data=K), sgd(jc.plump_dp(where=but("hidden")))
     state, step = init_state(parameters(), tx, mesh), jc.make_train_step(loss_with("late", dtype), tx, mesh)
@@ -125,7 +125,7 @@ def test_bytes_are_predicted_and_no_all_reduce_of_the_kernel_is_left(dtype):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_an_odd_number_of_narrow_numbers_is_read_back_as_it_was(dtype):
+def test_an_odd_number_of_narrow_numbers(dtype):
     """And products of narrow rows are summed in float32: equal to NumPy's on the same rounded numbers to float32."""
     K, rows, n, m = 3, 5, 7, 3
     rng = np.random.default_rng(2)
@@ -151,7 +151,7 @@ def test_an_odd_number_of_narrow_numbers_is_read_back_as_it_was(dtype):
             np.testing.assert_allclose(part, right, rtol=1e-5, atol=1e-5)
 
 
-def test_bfloat16_trains_as_a_dense_exchange_of_bfloat16_layers_does():
+def test_bfloat16_layers():
     expected, losses = dense(4, jnp.bfloat16)
     tx = sgd(jc.plump_dp(where=but("hidden")))
     state, expected_metrics = run(loss_with("late", jnp.bfloat16), tx, jc.make_mesh(data=4), steps=4)
@@ -160,7 +160,7 @@ def test_bfloat16_trains_as_a_dense_exchange_of_bfloat16_layers_does():
     assert state.params["hidden"]["kernel"].dtype == jnp.float32
 
 
-def test_leading_dimensions_are_rows_and_a_kernel_may_be_used_twice():
+def test_leading_dimensions_and_two_uses():
     params = {"kernel": np.random.default_rng(0).normal(size=(6, 6)).astype(np.float32)}
     batch = np.random.default_rng(1).normal(size=(8, 5, 6)).astype(np.float32)
 
@@ -194,7 +194,7 @@ def test_workers_along_two_axes():
 @pytest.mark.parametrize(
     ("rows", "is_late"), slow_except([(8, True), (40, True), (48, False), (64, False)], (40, True))
 )
-def test_auto_takes_what_moves_fewer_bytes(rows, is_late):
+def test_choice_of_mode(rows, is_late):
     """For 60 x 40, both move equal bytes at a batch of 2 N M / (N + M) = 48."""
     K = 4
     assert 2 * N * M == 48 * (N + M)
@@ -212,7 +212,7 @@ def test_auto_takes_what_moves_fewer_bytes(rows, is_late):
 
 
 @pytest.mark.parametrize("mode", ["late", "auto", "reduce"])
-def test_where_there_are_no_workers_it_is_the_plain_layer(mode):
+def test_no_workers(mode):
     loss, plain = loss_with(mode), loss_with("reduce")
     batch = next(batches())
     one, two = (jax.jit(jax.value_and_grad(f))(parameters(), batch) for f in (loss, plain))
@@ -234,7 +234,7 @@ def trace(loss_fn, tx, workers, make):
 
 @PLACES
 @pytest.mark.parametrize("leaf", ["kernel", "bias"])
-def test_a_layer_that_multiplies_late_and_is_exchanged_too_is_refused(workers, make, leaf):
+def test_late_and_exchanged(workers, make, leaf):
     two = {"kernel": "bias", "bias": "kernel"}[leaf]
     message = rf"The {leaf} of late_multiply must be replicated, .*; got .* Give the exchange where=plan.exchanges"
     with pytest.raises(ValueError, match=message):
@@ -242,13 +242,13 @@ def test_a_layer_that_multiplies_late_and_is_exchanged_too_is_refused(workers, m
 
 
 @PLACES
-def test_an_exchange_without_the_wrapper_is_refused(workers, make):
+def test_an_exchange_without_the_wrapper(workers, make):
     with pytest.raises(ValueError, match="The kernel of late_multiply must be replicated"):
         trace(loss_with("late"), sgd(jc.plump_dp()), workers, make)
 
 
 @PLACES
-def test_a_parameter_that_nobody_averages_is_refused(workers, make):
+def test_a_parameter_without_a_mean(workers, make):
     tx = sgd(jc.plump_dp(where=but("hidden")))
     message = r"late_multiply alone; got a loss that uses \['hidden'\]\['bias'\], \['hidden'\]\['kernel'\] in another"
     with pytest.raises(ValueError, match=message):
@@ -259,7 +259,7 @@ def test_a_parameter_that_nobody_averages_is_refused(workers, make):
 
 
 @PLACES
-def test_a_second_use_of_a_kernel_is_refused_and_one_that_has_no_gradient_is_not(workers, make):
+def test_a_second_use(workers, make):
     tx = sgd(jc.plump_dp(where=but("hidden")))
 
     def with_penalty(params, x):
@@ -278,18 +278,18 @@ def test_a_second_use_of_a_kernel_is_refused_and_one_that_has_no_gradient_is_not
 
 
 @PLACES
-def test_clipping_with_the_workers_own_gradients_before_the_exchange_is_refused(workers, make):
+def test_clipping_before_the_exchange(workers, make):
     tx = optax.chain(optax.clip_by_global_norm(1.0), jc.plump_dp(where=but("hidden")), optax.sgd(0.1))
     with pytest.raises(ValueError, match=r"bypasses the exchange must be already reduced; got one at"):
         trace(loss_with("late"), tx, workers, make)
 
 
-def test_the_proof_works_while_another_mesh_is_in_use():
+def test_another_mesh_in_use():
     with jax.set_mesh(jc.make_mesh(data=2)):
         trace(loss_with("late"), sgd(jc.plump_dp(where=but("hidden"))), "mesh", jc.make_train_step)
 
 
-def test_the_trap_is_refused_for_the_leaves_that_are_not_marked():
+def test_the_trap():
     """A user's own shard_map that forgets to make the other leaves vary between workers."""
     tx, mesh = jc.plump_dp(where=but("hidden")), jc.make_mesh(data=2)
     state = init_state(parameters(), tx, mesh).opt_state
@@ -308,13 +308,13 @@ def test_the_trap_is_refused_for_the_leaves_that_are_not_marked():
     ("x", "kernel", "bias"),
     [((2, 3), (4, 5), (5,)), ((2, 4), (4, 5), (4,)), ((2, 4), (4, 5, 1), None), ((), (4, 5), None)],
 )
-def test_shapes_that_do_not_fit_are_refused(x, kernel, bias):
+def test_other_shapes(x, kernel, bias):
     arrays = [None if shape is None else jnp.zeros(shape) for shape in (x, kernel, bias)]
     with pytest.raises(ValueError, match=r"must have x \(..., N\), a kernel \(N, M\) and a bias \(M,\) or None; got"):
         jc.late_multiply(*arrays)
 
 
-def test_an_unknown_mode_and_type_are_refused():
+def test_other_modes_and_types():
     with pytest.raises(ValueError, match="mode must be one of auto, late, reduce; got 'early'"):
         jc.late_multiply(jnp.zeros((2, 3)), jnp.zeros((3, 4)), mode="early")
     with pytest.raises(ValueError, match=r"x must be of float32, bfloat16 or float16; got int32. Cast it"):

@@ -64,7 +64,7 @@ def gradients_of(seed, K):
 
 
 @pytest.mark.parametrize(("K", "bits", "simulated"), [(1, 4, False), (2, 8, False), (4, 4, False), (3, 4, True)])
-def test_three_steps_are_those_of_numpy(K, bits, simulated):
+def test_three_steps_are_numpys(K, bits, simulated):
     """To float32 rounding, except where a last bit decides a level: at most one in 500, by one level."""
     from tests.reference.quantized_gather import gather, scatter
 
@@ -91,7 +91,7 @@ def check(result, expected, level):
     assert np.mean(error > 2e-6 * max(1, np.abs(expected).max())) <= 1 / 500
 
 
-def test_what_is_applied_and_what_is_kept_are_what_went_in():
+def test_nothing_is_lost():
     K, run, error = 4, program(4, 4), 0.0
     shards, copies, residuals = inputs(K)
     for step in range(5):
@@ -105,7 +105,7 @@ def test_what_is_applied_and_what_is_kept_are_what_went_in():
     assert error > 0.1
 
 
-def test_what_is_held_follows_the_shards():
+def test_copies_follow_the_shards():
     """Each round leaves at most half a level of the previous difference: 1/14 of it."""
     K, run = 2, program(2, 8)
     shards, copies, residuals = inputs(K)
@@ -117,7 +117,7 @@ def test_what_is_held_follows_the_shards():
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, 2.0**100])
-def test_a_gradient_that_is_not_finite_reaches_all_workers_and_no_residual(value):
+def test_bad_gradients(value):
     K, run = 4, program(4, 4)
     shards, copies, residuals = inputs(K)
     _, _, residuals = jax.tree.map(np.asarray, run(shards, copies, residuals, gradients_of(0, K)))
@@ -130,7 +130,7 @@ def test_a_gradient_that_is_not_finite_reaches_all_workers_and_no_residual(value
 
 
 @pytest.mark.parametrize(("K", "bits"), [(2, 4), (4, 4), (4, 8)])
-def test_the_compiled_program_receives_the_bytes_of_the_formula(K, bits):
+def test_bytes(K, bits):
     """Buckets of 128 values of `bits` bits and a scale of 32 bits, from every other worker, forward and backward."""
     compiled = program(K, bits).lower(*inputs(K), gradients_of(0, K)).compile()
     buckets = sum(math.ceil(math.prod(shape) / 128) for shape in SHAPES.values())
@@ -170,7 +170,7 @@ def train(gather, K=4, steps=300):
     return np.asarray(run(weights, weights, x, y))
 
 
-def test_adam_gets_to_about_the_loss_of_32_bits():
+def test_adam_trains():
     def exactly(shards, copies, residual):
         return jax.tree.map(lambda s: lax.all_gather(s, "data", tiled=True), shards), copies
 
@@ -181,7 +181,7 @@ def test_adam_gets_to_about_the_loss_of_32_bits():
     assert few[-1] < 1.2 * dense[-1]
 
 
-def test_what_does_not_fit_is_refused():
+def test_refusals():
     good = (np.ones((2, 3), np.float32), np.ones((4, 3), np.float32), np.ones((4, 3), np.float32))
 
     def call(shards, copies, residual, **options):

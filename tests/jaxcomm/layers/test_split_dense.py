@@ -49,7 +49,7 @@ def cases():
         ("outputs", "rows", "rows", "whole"),
     ),
 )
-def test_a_layer_is_the_layer_of_one_device_and_its_gradients_are_whole(by, inputs, outputs, bias):
+def test_a_layer_of_one_device(by, inputs, outputs, bias):
     """The value, the gradient of x, and those of the shards, which need no exchange."""
     x, kernel, b, weights = numbers(B, N), numbers(N, M), numbers(M), numbers(B, M)
 
@@ -75,7 +75,7 @@ def test_a_layer_is_the_layer_of_one_device_and_its_gradients_are_whole(by, inpu
 
 
 @pytest.mark.parametrize(("by", "inputs", "outputs"), list(itertools.product(SPLITS, PLACES, PLACES)))
-def test_bytes_forward_and_backward_are_those_of_the_table(by, inputs, outputs):
+def test_bytes(by, inputs, outputs):
     """Predicted by the docstring's table, counted in the trace, and in the compiled text."""
 
     def worker(x, kernel):
@@ -120,7 +120,7 @@ def test_rows_to_features_and_back():
         ((6, 3), (12, 5), None, {"inputs": "features"}, r"must be a multiple of their number; got 6 rows"),
     ],
 )
-def test_shards_that_do_not_fit_are_refused(x, kernel, bias, places, message):
+def test_bad_shards(x, kernel, bias, places, message):
     def worker(x, kernel, bias):
         return split_dense(x, kernel, bias, **places)
 

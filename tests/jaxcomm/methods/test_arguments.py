@@ -30,7 +30,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_what_a_family_takes_by_name_no_method_takes_by_position(method):
+def test_families_take_keywords(method):
     """A field that is written again without `kw_only=True` would become the first positional argument."""
     by_name = inspect.Parameter.KEYWORD_ONLY
     parameters = inspect.signature(method).parameters
@@ -42,13 +42,13 @@ def test_what_a_family_takes_by_name_no_method_takes_by_position(method):
 
 @pytest.mark.parametrize("factory", SPARSE)
 @pytest.mark.parametrize("number", [np.float64(0.75), np.float32(0.75), 0])
-def test_sparsity_may_be_any_number(factory, number):
+def test_sparsity(factory, number):
     """Such as np.linspace returns, in a sweep."""
     layout = jax.eval_shape(factory(number, dense_below=0).init, jnp.zeros(1000))
     assert layout.residual.rows.shape == (1, 1024)
 
 
-def test_slack_may_be_any_number():
+def test_slack():
     jax.eval_shape(jc.dct_dp(0.75, slack=np.float32(1.5)).init, jnp.zeros(1000))
 
 
@@ -82,7 +82,7 @@ NUMBERS = [
 @pytest.mark.parametrize(
     ("name", "factory", "values"), [(name, x, values) for name, takers, values in NUMBERS for x in takers]
 )
-def test_numbers_keep_their_rules(name, factory, values):
+def test_numbers(name, factory, values):
     for value in values:
         refused(lambda value=value: factory(**{name: value}), f"{name} must be ", f"; got {value!r}. ")
 
@@ -96,17 +96,17 @@ CHOICES = [
 
 
 @pytest.mark.parametrize(("name", "factory", "value", "offered"), CHOICES)
-def test_a_choice_is_one_of_a_few(name, factory, value, offered):
+def test_choices(name, factory, value, offered):
     refused(lambda: factory(**{name: value}).init(jnp.zeros(1000)), name, f"'{value}'", offered)
 
 
 @pytest.mark.parametrize("factory", [jc.random_k, jc.iwp])
-def test_psum_does_not_send_16_bits(factory):
+def test_psum_of_16_bits(factory):
     tx = factory(value_dtype="bfloat16", collective="psum")
     refused(lambda: tx.init(jnp.zeros(1000)), "collective='psum'", "got 16", "value_dtype='float32'")
 
 
-def test_a_subclass_with_another_default_keeps_the_rule():
+def test_rules_of_a_subclass():
     @dataclasses.dataclass(frozen=True)
     class Denser(jc.methods.DctDp):
         sparsity: float = 0.5
@@ -124,16 +124,16 @@ def update_of(tx, tree, K=2, params=None):
     return jax.jit(update)(jax.tree.map(lambda x: jnp.stack([x] * K), tree))
 
 
-def test_there_are_no_more_publishers_than_workers():
+def test_publishers_and_workers():
     w = jnp.ones(1000)
     refused(lambda: update_of(jc.iwp(publishers=3), w, 2, w), "publishers", "workers, 2", "got 3")
 
 
-def test_importance_needs_the_parameters():
+def test_importance_needs_parameters():
     refused(lambda: update_of(jc.iwp(), jnp.ones(1000)), "params", "iwp", "got none")
 
 
-def test_thresholds_may_be_schedules():
+def test_schedules():
     """Such as Optax's, which take the step as a JAX number."""
     tx = jc.iwp(optax.linear_schedule(1e-3, 2.0, 10), beta=lambda step: 0.1 / (step + 1), density=1.0, momentum=0.0)
     w = jnp.ones(1000)
@@ -141,7 +141,7 @@ def test_thresholds_may_be_schedules():
 
 
 @pytest.mark.parametrize("factory", taking("axis_name"))
-def test_the_axis_is_one_in_scope(factory):
+def test_one_axis_in_scope(factory):
     w = jnp.ones(1000)
     refused(lambda: update_of(factory(axis_name="workers"), w, 2, w), "'workers'", "jax.shard_map")
 
@@ -166,7 +166,7 @@ def test_16_bits_in_and_out(case):
         ({"w": np.zeros(600, np.complex64)}, "got complex64 at .*'w'"),
     ],
 )
-def test_trees_that_are_no_gradient_are_refused(case, tree, message):
+def test_other_trees(case, tree, message):
     tx = case.make()
     with pytest.raises(ValueError, match=message):
         tx.init(tree)
@@ -178,14 +178,14 @@ def test_trees_that_are_no_gradient_are_refused(case, tree, message):
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.compresses and not case.is_variant], ids=str)
-def test_2_to_the_31_elements_are_refused(case):
+def test_2_to_the_31_elements(case):
     shapes = {"w": jax.ShapeDtypeStruct((2**31,), np.float32)}
     with pytest.raises(ValueError, match=r"fewer than 2\^31 elements; got 2147483648\. Shard the parameters"):
         jax.eval_shape(case.make().init, shapes)
 
 
 @pytest.mark.parametrize("number", [np.int64, np.int32])
-def test_numpy_numbers_are_numbers(number):
+def test_numpy_numbers(number):
     """They do not give their type to what they multiply, as in a sweep over np.arange."""
     assert jc.local_sgd(number(2), exchange=jc.plump_dp()).method.steps == 2
     method = jc.dgc(np.float64(0.9), momentum=np.float64(0.5), dense_below=number(7), chunk=number(1024)).method
@@ -200,7 +200,7 @@ def test_numpy_numbers_are_numbers(number):
     )
 
 
-def test_an_estimate_leaves_integers_out_as_a_report_does():
+def test_estimates_leave_integers_out():
     tree = {"w": np.zeros((40, 50), np.float32)}
     estimates = [jc.planner.estimate(tree, 4, 1e9) for tree in (tree, {**tree, "n": np.int32(1)})]
     assert estimates[0].parameters == estimates[1].parameters == 2000
@@ -227,12 +227,12 @@ N = 10 * 4096 * (4096 + 57344)
         (jc.random_k(0.5, value_dtype="float32", collective="psum"), 2 * 3 / 4 * (4 * N / 2 + 2 * 4)),
     ],
 )
-def test_more_than_2_to_the_31_elements_are_exchanged_in_parts(tx, received):
+def test_parts_of_large_trees(tx, received):
     """By shapes alone; two parts, with a header each."""
     assert jc.wire_report(tx, LLAMA, 4).received_in_exchange == received
 
 
-def test_parts_are_exchanged_as_one_and_skip_together(monkeypatch):
+def test_parts_skip_together(monkeypatch):
     monkeypatch.setattr("jaxcomm.exchange.MAX_ELEMENTS", 4096)
     rng = np.random.default_rng(0)
     params = {name: np.zeros(2000, np.float32) for name in "abcd"}

@@ -82,7 +82,7 @@ KINDS = list({kind_of_messages(case): case for case in reversed(CHECKED)}.values
 
 
 @pytest.mark.parametrize("case", first_rows(KINDS))
-def test_a_flipped_bit_skips_the_step_on_all_workers(case, monkeypatch):
+def test_a_flip_skips_on_all(case, monkeypatch):
     """In any message: all means are zero, residuals stay. If the bit is not sent, the step is unchanged."""
     workers, rng, kinds = Flipped(case.make(), monkeypatch), np.random.default_rng(0), set()
     state = workers.first
@@ -103,7 +103,7 @@ def test_a_flipped_bit_skips_the_step_on_all_workers(case, monkeypatch):
     assert kinds == set(range(workers.messages)) != set()
 
 
-def test_without_a_checksum_one_worker_goes_on_with_another_mean(monkeypatch):
+def test_without_a_checksum(monkeypatch):
     workers = Flipped(jc.topk(0.9, value_dtype="float32", collective="gather"), monkeypatch)
     clean, _, _ = workers.step(0, workers.first)
     means, _, skipped = workers.step(0, workers.first, [0, -1, 3, VICTIM])  # the last value
@@ -114,13 +114,13 @@ def test_without_a_checksum_one_worker_goes_on_with_another_mean(monkeypatch):
 
 
 @pytest.mark.parametrize("case", first_rows(CHECKED))
-def test_a_checksum_costs_a_word_a_payload_and_a_vote(case):
+def test_cost(case):
     report = jc.wire_report(case.make(), shapes_of(TREE), 8)
     assert (report.program.received, report.program.received_at_most) == case.received_bytes(TREE, 8)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.sums_numbers], ids=str)
-def test_what_is_summed_on_its_way_has_no_checksum(case):
+def test_sums_have_none(case):
     with pytest.raises(
         ValueError, match=f"checksum must be False for {case.name} with a collective .* Pass .*(bfloat16|two_shot)"
     ):
@@ -136,11 +136,11 @@ def test_what_is_summed_on_its_way_has_no_checksum(case):
         (lambda **options: jc.hierarchical(jc.topk(axis_name="slice"), **options), "Pass it to exchange="),
     ],
 )
-def test_what_others_do_instead_is_said(make, remedy):
+def test_remedies(make, remedy):
     with pytest.raises(ValueError, match=f"checksum must be False for .* got True. {remedy}"):
         make(checksum=True)
 
 
-def test_averaging_models_in_16_bits_hands_it_on():
+def test_models_in_16_bits():
     tx = optax.chain(optax.sgd(0.1), jc.plump_dp(p=2, value_dtype="bfloat16", checksum=True))
     assert tx.init(zeros_of(TREE))[1].memory.exchange.method.checksum

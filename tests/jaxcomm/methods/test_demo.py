@@ -47,7 +47,7 @@ def test_the_exchange_is_the_papers(k, decay):
                 np.testing.assert_allclose(row.reshape(-1), expected_own[name], atol=1e-4)
 
 
-def test_parameters_change_by_the_sign():
+def test_sign_of_updates():
     """Of the paper's mean, times the learning rate; also those whose gradients are sent dense."""
     shapes = trees.TREES[TREE]
     params = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
@@ -75,7 +75,7 @@ def test_parameters_change_by_the_sign():
 @pytest.mark.parametrize(
     ("value_dtype", "collective"), slow_except([("float32", "gather"), ("4bit", "balanced")], ("float32", "gather"))
 )
-def test_what_is_not_sent_decays_and_nothing_else_is_lost(value_dtype, collective):
+def test_nothing_else_is_lost(value_dtype, collective):
     decay = 0.75
     workers = Simulated(jc.demo(64, decay=decay, value_dtype=value_dtype, collective=collective), TREE, K)
     state = workers.first
@@ -104,13 +104,13 @@ def test_a_cosine_is_one_coefficient():
     assert np.abs(new.residual.rows).max() < 1e-4
 
 
-def test_32_of_4096_cost_less_than_26_bits_each():
+def test_bits():
     params = {"w": jax.ShapeDtypeStruct((1024, 4096), np.float32)}
     report = jc.wire_report(jc.demo(collective="gather"), params, workers=2)
     assert 8 * report.received <= 26 * 32 * 1024
 
 
-def test_l2_before_it_is_warned_of_where_signs_come_after():
+def test_l2_is_warned_of():
     params = {"w": np.zeros((64, 64), np.float32)}
     tx = jc.chain(optax.add_decayed_weights(0.1), jc.demo(), optax.sign_sgd(0.1))
     assert ["is L2, which" in message for message in warnings_of(tx, params, 2)] == [True]
@@ -128,6 +128,6 @@ def test_l2_before_it_is_warned_of_where_signs_come_after():
         ({"chunk": 64}, "chunk must be a multiple of 1024 and a square; got 64"),
     ],
 )
-def test_bad_arguments_are_refused(options, message):
+def test_bad_arguments(options, message):
     with pytest.raises(ValueError, match=message):
         jc.demo(**options)

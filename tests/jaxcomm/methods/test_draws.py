@@ -22,7 +22,7 @@ KEYS = [(0,), (7, 3, 0, 5), (1, 199, 2**31 - 2)]
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_numbers_are_the_documented_ones(key):
+def test_numbers(key):
     """On which the oracles rely."""
     bounds = np.array([1, 2, 3, 1000, 2**24 + 1, 2**31 - 1], np.int32)
     assert int(noise.make_key(*key)) == documented.make_key(*key)
@@ -74,7 +74,7 @@ def published(seed):
     return np.stack([means[name][0] for name in sorted(means)], axis=1) != 0
 
 
-def test_as_many_workers_as_asked_publish_a_layer_and_all_of_them_equally_often():
+def test_publishers_of_a_layer():
     is_publisher = published(1)
     assert np.all(is_publisher.sum(-1) == R)  # different ones, since every worker has a coordinate of its own
     p = R / K
@@ -84,7 +84,7 @@ def test_as_many_workers_as_asked_publish_a_layer_and_all_of_them_equally_often(
     assert is_uniform(pairs, STEPS * LAYERS / len(pairs), degrees=len(pairs) - 1)
 
 
-def test_publishers_of_layers_steps_and_seeds_are_independent():
+def test_independent_publishers():
     one, two = published(0).astype(int), published(1).astype(int)
     for a, b in itertools.combinations(range(LAYERS), 2):
         check_overlaps(one[:, a], one[:, b])
@@ -140,7 +140,7 @@ def of_rounding(x, level):
 
 
 @pytest.mark.parametrize("collective", slow_except(["gather", "two_shot"], "gather"))
-def test_quant_dp_rounds_on_every_worker_by_itself(collective):
+def test_quant_dp_by_worker(collective):
     x = equal_gradients()
     tx = jc.quant_dp(BITS, bucket=BUCKET, collective=collective)
     means = returned(tx, x, DRAWS)[0].astype(np.float64)
@@ -148,7 +148,7 @@ def test_quant_dp_rounds_on_every_worker_by_itself(collective):
     check_variance(means[:, equal], of_rounding(x[0, equal].astype(np.float64), 1 / (2 ** (BITS - 1) - 1)))
 
 
-def test_quant_dp_rounds_a_sum_of_equal_gradients_k_times_as_coarsely():
+def test_quant_dp_of_equal_gradients():
     """As documented: two shots multiply the mean's variance by K, as the sum's levels are K times a worker's."""
     x = np.random.default_rng(1).normal(size=(1, N)).astype(np.float32).repeat(WORKERS, 0)
     means = returned(jc.quant_dp(BITS, bucket=BUCKET, collective="two_shot"), x, DRAWS)[0].astype(np.float64)
@@ -158,7 +158,7 @@ def test_quant_dp_rounds_a_sum_of_equal_gradients_k_times_as_coarsely():
 
 
 @pytest.mark.parametrize("collective", ["gather", "two_shot"])
-def test_terngrad_rounds_on_every_worker_by_itself(collective):
+def test_terngrad_by_worker(collective):
     x = np.random.default_rng(0).normal(size=(1, N)).astype(np.float32).repeat(WORKERS, 0)
     means = returned(jc.terngrad(clip=None, collective=collective), x, DRAWS)[0].astype(np.float64)
     check_variance(means, of_rounding(x[0].astype(np.float64), np.abs(x).max()))
@@ -168,7 +168,7 @@ def test_terngrad_rounds_on_every_worker_by_itself(collective):
 
 
 @pytest.mark.parametrize(("sizes", "sparsity"), [((1000,), 0.3), ((999, 1500), 0.6), ((2049,), 0.9)], ids=str)
-def test_random_k_draws_every_coordinate_equally_often(sizes, sparsity):
+def test_coordinates_of_random_k(sizes, sparsity):
     """k / N, where k does not divide N: strata have two widths, but coordinates alternate between them."""
     steps = 800
     tx = jc.random_k(sparsity, value_dtype="float32", collective="psum", dense_below=0)
@@ -213,7 +213,7 @@ SLIM_SETTINGS = [(0.8, 0.1), (0.3, 0.15)]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("alpha", "beta"), SLIM_SETTINGS)
-def test_explorers_draw_every_coordinate_equally_often(alpha, beta):
+def test_coordinates_of_explorers(alpha, beta):
     """A K-th of (alpha - beta) n in every owner's part, where that does not divide the part."""
     picks = explored(alpha, beta)
     workers, communications, m = picks.shape
@@ -226,7 +226,7 @@ def test_explorers_draw_every_coordinate_equally_often(alpha, beta):
 
 
 @pytest.mark.parametrize(("alpha", "beta"), slow_except(SLIM_SETTINGS, (0.3, 0.15)))
-def test_explorers_of_workers_and_communications_are_independent(alpha, beta):
+def test_independent_explorers(alpha, beta):
     picks = explored(alpha, beta)
     workers, _, m = picks.shape
     e = round((alpha - beta) * MODEL / workers)

@@ -73,7 +73,7 @@ def traced(tx, params):
 @pytest.mark.parametrize(
     "setting", [pytest.param(name, marks=pytest.mark.slow if name in VARIANTS else ()) for name in SETTINGS]
 )
-def test_every_method_traces_under_x64_and_strict_promotion(setting, monkeypatch):
+def test_x64_and_strict_promotion(setting, monkeypatch):
     """Types of updates and state stay; traced for every platform, as without JAX_PLATFORMS."""
     monkeypatch.setattr(platforms, "_setting", lambda: "")
     with strictly(True):
@@ -85,7 +85,7 @@ def test_every_method_traces_under_x64_and_strict_promotion(setting, monkeypatch
 
 
 @pytest.mark.parametrize("setting", ["topk(0.9,balanced,4bit)", "dgc(0.9,clip)", "dct_dp(0.9,drains)", "slim_dp()"])
-def test_x64_changes_no_bytes_of_float32(setting):
+def test_bytes_under_x64(setting):
     tree = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in SHAPES.items()}
     tx = SETTINGS[setting]()
     plain = jc.wire_report(tx, tree, K).program
@@ -97,13 +97,13 @@ REFUSED = r"at most 32 bits; got float64 at .*'w'.*Keep these parameters in floa
 
 
 @pytest.mark.parametrize("setting", ["topk(0)", "powersgd()", "slim_dp()", "local_sgd(topk)", "hierarchical(topk)"])
-def test_what_is_compressed_must_not_be_of_float64(setting):
+def test_compressed_float64(setting):
     with jax.enable_x64(True), pytest.raises(ValueError, match=REFUSED):
         traced(SETTINGS[setting](), {"w": jnp.ones((40, 50), jnp.float64)})
 
 
 @pytest.mark.parametrize("make", [lambda: jc.topk(0.9, where="v", others=jc.plump_dp()), jc.plump_dp])
-def test_the_remedy_for_float64_works_and_sends_8_bytes(make):
+def test_the_remedy(make):
     with jax.enable_x64(True):
         params = {"w": jnp.ones((40, 50), jnp.float64), "v": jnp.ones(3000, jnp.float32)}
         updates, before, after = traced(make(), params)
@@ -113,7 +113,7 @@ def test_the_remedy_for_float64_works_and_sends_8_bytes(make):
         assert [t.operand_bytes for t in wide] == [8 * 2000]
 
 
-def test_numpy_float64_without_x64_is_float32():
+def test_numpy_float64():
     dtypes, *_ = traced(jc.topk(0.9), {"w": np.ones((40, 50))})
     assert dtypes["w"].dtype == np.float32
 
@@ -144,7 +144,7 @@ def by_hand():
         (lambda: jc.chain(optax.sgd(RATE), jc.local_sgd(1, exchange=jc.plump_dp(), outer=optax.sgd(1.0))), {}, 1),
     ],
 )
-def test_float64_is_float64_to_the_last_bits(chain, options, steps):
+def test_exact_float64(chain, options, steps):
     """Means, loss, accumulation, and the anchor of a local method; small tensors of compressors too."""
     expected, loss = by_hand()
     with jax.enable_x64(True):
@@ -158,7 +158,7 @@ def test_float64_is_float64_to_the_last_bits(chain, options, steps):
     np.testing.assert_allclose(float(metrics["loss"]), loss, rtol=1e-14)
 
 
-def test_model_state_of_float64_is_averaged_in_float64_and_the_compiled_step_sends_what_is_predicted():
+def test_model_state_of_float64():
     def with_state(params, state, batch):
         return loss_fn(params, batch), ({"third": jnp.float64(1 / 3)}, {"m": jnp.mean(batch)})
 
@@ -182,7 +182,7 @@ def test_model_state_of_float64_is_averaged_in_float64_and_the_compiled_step_sen
         (lambda: jc.chain(optax.sgd(RATE), jc.local_sgd(2, exchange=jc.plump_dp())), 2),
     ],
 )
-def test_steps_trace_under_strict_promotion(tx, steps):
+def test_steps_under_strict_promotion(tx, steps):
     with strictly(False):
         step = jc.simulate(loss_fn, tx(), 3)
         state = step.init({"w": jnp.asarray(W, jnp.float32)})
@@ -192,7 +192,7 @@ def test_steps_trace_under_strict_promotion(tx, steps):
 
 
 @pytest.mark.parametrize("wide", ["parameters", "activations"])
-def test_a_pipeline_refuses_float64_which_would_cross_as_float32(wide):
+def test_a_pipeline_of_float64(wide):
     with jax.enable_x64(True):
         params = [{"w": jnp.ones((5, 5), jnp.float64 if wide == "parameters" else jnp.float32)}] * 2
 

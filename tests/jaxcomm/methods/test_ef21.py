@@ -22,7 +22,7 @@ def gradients(seed):
 
 
 @pytest.mark.parametrize("dense_below", [512, 2000])
-def test_it_is_the_papers_algorithm(dense_below):
+def test_the_papers_algorithm(dense_below):
     workers = Simulated(jc.ef21(0.9, dense_below=dense_below, value_dtype="float32"), TREE, K)
     state, reference = workers.first, Ef21Reference(0.9, dense_below)
     for seed in range(6):
@@ -36,7 +36,7 @@ def test_it_is_the_papers_algorithm(dense_below):
 
 @pytest.mark.parametrize("collective", ["gather", "balanced"])
 @pytest.mark.parametrize("value_dtype", ["float32", "bfloat16"])
-def test_the_estimate_is_the_mean_of_the_workers_and_reaches_a_gradient_that_stays(collective, value_dtype):
+def test_the_estimate_reaches_the_gradient(collective, value_dtype):
     workers = Simulated(jc.ef21(0.9, collective=collective, value_dtype=value_dtype), TREE, K)
     state, grads, far = workers.first, gradients(0), []
     for _ in range(40):
@@ -48,7 +48,7 @@ def test_the_estimate_is_the_mean_of_the_workers_and_reaches_a_gradient_that_sta
 
 
 @pytest.mark.parametrize(("name", "bad"), [("w", np.nan), ("w", np.inf), ("w", 2.0**100), ("b", np.nan)])
-def test_a_bad_step_changes_nothing_and_the_next_goes_on(name, bad):
+def test_bad_steps(name, bad):
     workers = Simulated(jc.ef21(0.9), TREE, K)
     state = workers.step(gradients(0), workers.first).state
     grads = gradients(1)
@@ -62,7 +62,7 @@ def test_a_bad_step_changes_nothing_and_the_next_goes_on(name, bad):
     jax.tree.map(np.testing.assert_array_equal, means, expected)
 
 
-def test_its_bytes_are_those_of_topk_and_a_mesh_sends_them():
+def test_bytes_of_topk():
     tx = jc.chain(jc.ef21(0.9), optax.sgd(0.1))
     assert jc.wire_report(tx, PARAMS, 4).received == jc.wire_report(jc.topk(0.9), PARAMS, 4).received
     mesh, batch = jc.make_mesh(data=4), np.ones((8, 50), np.float32)
@@ -76,7 +76,7 @@ def test_its_bytes_are_those_of_topk_and_a_mesh_sends_them():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), step(state, batch)[0].params, simulated)
 
 
-def test_another_number_of_workers_keeps_the_estimate():
+def test_another_number_of_workers():
     workers = Simulated(jc.ef21(0.9), TREE, K)
     state = workers.step(gradients(0), workers.first).state
     resized = jc.resize_workers(state.replace(residual=jc.PerWorker(state.residual.rows[:, 0])), 2)

@@ -58,7 +58,7 @@ def run(tx, sizes, *, on_mesh, steps=5, bad_at=2):
         yield state, metrics
 
 
-def test_dense_across_equals_plump_dp_over_all_workers():
+def test_dense_is_plump_dp():
     flat = optax.chain(jc.plump_dp(), optax.sgd(RATE))
     state, step = init_state(first_params(), flat, 8), jc.simulate(loss, flat, 8, donate=False)
     tx = optax.chain(jc.hierarchical(EXCHANGES["plump_dp"]()), optax.sgd(RATE))
@@ -68,7 +68,7 @@ def test_dense_across_equals_plump_dp_over_all_workers():
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), weights.params, state.params)
 
 
-def test_compressed_across_equals_the_exchange_of_the_groups_means():
+def test_compressed_is_the_mean_of_groups():
     """With one worker per group nothing is cut into shares: it is the plain exchange of K workers."""
     tx = optax.chain(jc.hierarchical(EXCHANGES["random_k"]()), optax.sgd(RATE))
     outer = optax.chain(EXCHANGES["random_k"](), optax.sgd(RATE))
@@ -81,7 +81,7 @@ def test_compressed_across_equals_the_exchange_of_the_groups_means():
 
 
 @pytest.mark.parametrize("name", slow_except(["plump_dp", "dct_dp", "iwp"], "plump_dp"))
-def test_a_mesh_and_a_simulation_agree_and_bytes_are_those_predicted(name):
+def test_mesh_simulation_and_bytes(name):
     sizes, tx = (2, 4), optax.chain(jc.hierarchical(EXCHANGES[name]()), optax.sgd(RATE))
     for i, ((weights, metrics), (expected_params, expected)) in enumerate(
         zip(run(tx, sizes, on_mesh=True), run(tx, sizes, on_mesh=False), strict=True)
@@ -129,7 +129,7 @@ def check_that_it_is_owed(state, dense, sizes):
         start += -(-share // 1024) * 1024
 
 
-def test_nothing_is_lost_where_groups_come_and_go():
+def test_groups_come_and_go():
     """4 groups of 2 workers, then 3, 8, 1 and 4: each share keeps its groups' residuals, which the last ones send."""
     tx = optax.chain(jc.hierarchical(jc.dct_dp(0.9, dense_below=0, axis_name="slice")), optax.sgd(RATE))
     step = jc.simulate(loss, tx, (4, 2), axis_name=AXES, donate=False)
@@ -147,7 +147,7 @@ def test_nothing_is_lost_where_groups_come_and_go():
             assert state.opt_state[0].memory.memory.due.rows.tolist() == [True, True]
 
 
-def test_what_it_refuses():
+def test_refusals():
     refused(lambda: jc.hierarchical(jc.plump_dp(), inside="data", across="data"), "across", "got 'data'")
     for inner in (optax.sgd(0.1), jc.slim_dp(axis_name="slice")):
         tx = jc.hierarchical(inner)
@@ -188,7 +188,7 @@ print(int(metrics["skipped"]))
 
 
 @pytest.mark.slow
-def test_a_process_may_be_later_than_gloos_reduce_scatter_waits():
+def test_a_late_process():
     """Gloo's reduce-scatter waits 30 s, whatever time-out is set."""
     with Lab(2, None) as lab:
         results = lab.run([sys.executable, "-c", LATE], env={"PYTHONPATH": str(ROOT)}, timeout=150)

@@ -92,7 +92,7 @@ def largest(dtype):
 @cases.over([case for case in WITH_RESIDUAL if case.is_dyadic], [(K, tree) for K, tree in SETTINGS if K != 3], FEW)
 @hypothesis.settings(max_examples=4)
 @hypothesis.given(seed=seeds, growth=st.sampled_from([1, 3]))
-def test_nothing_is_lost_to_the_bit_where_numbers_are_dyadic(case, K, tree, seed, growth):
+def test_nothing_is_lost_of_dyadic_numbers(case, K, tree, seed, growth):
     for grads, state, out in steps_of(case, tree, K, ["dyadic"] * 4, seed, growth):
         before, after = case.owed(tree, K, state), case.owed(tree, K, out.state)
         exact, _ = case.inputs(tree, grads, state)
@@ -102,7 +102,7 @@ def test_nothing_is_lost_to_the_bit_where_numbers_are_dyadic(case, K, tree, seed
 
 
 @pytest.mark.parametrize("case", cases.first_rows([case for case in CASES if case.can_overflow]))
-def test_a_gradient_that_grows_overflows_and_is_counted(case):
+def test_growth_overflows(case):
     """The law above would also hold without overflow; this proves that there was some."""
     K, tree = case.setting or FEW[0]
     outs = [out for _, _, out in steps_of(case, tree, K, ["normal"] * 8, 0, 3.0)]  # the first refresh their thresholds
@@ -121,7 +121,7 @@ def dct_dp_steps(tx, gradients):
 
 
 @pytest.mark.parametrize(("n", "sparsity"), [(512, 0.999), (700, 0.99), (1999, 0.99), (1000, 0.5), (600, 0.0)])
-def test_all_that_a_fresh_threshold_selects_has_a_slot(n, sparsity):
+def test_fresh_thresholds_fit(n, sparsity):
     """N - floor(N eta) + 1 coordinates reach the floor(N eta)-th smallest, without any slack."""
     gradients = np.random.default_rng(n).normal(size=(3, n)).astype(np.float32)
     tx = jc.dct_dp(sparsity, life_span=1, slack=1, value_dtype="float32")
@@ -130,7 +130,7 @@ def test_all_that_a_fresh_threshold_selects_has_a_slot(n, sparsity):
         assert metrics.sent == min(n, n - int(n * sparsity) + 1)
 
 
-def test_a_threshold_found_among_zeros_selects_everything_for_one_step_alone():
+def test_a_threshold_of_zeros():
     """And so does a threshold that the gradient has outgrown, however long the life-span."""
     n, k = 2000, 21
     rng = np.random.default_rng(0)
@@ -156,7 +156,7 @@ def test_a_threshold_found_among_zeros_selects_everything_for_one_step_alone():
     [(jc.dct_dp, {"life_span": 10**6}, 4096), (jc.topk, {}, 2048)],
     ids=["dct_dp", "topk"],
 )
-def test_no_coordinate_starves_where_overflow_lasts(factory, options, ones, collective):
+def test_no_coordinate_starves(factory, options, ones, collective):
     """Equal gradients all reach every threshold; with top-k, all selected ones are in one owner's region."""
     K, n = 2, 4096
     gradient = np.zeros((K, n), np.float32)
@@ -168,7 +168,7 @@ def test_no_coordinate_starves_where_overflow_lasts(factory, options, ones, coll
 
 
 @cases.over(CASES, SETTINGS, FEW)
-def test_a_gradient_that_is_not_finite_changes_nothing_and_the_next_step_proceeds(case, K, tree):
+def test_bad_gradients(case, K, tree):
     workers = simulated(case, tree, K)
     first = workers.step(gradients("normal", 0, tree, K), workers.first)
     for i, name in enumerate(trees.TREES[tree]):  # dense and compressed tensors alike
@@ -191,7 +191,7 @@ def kept(state):
 
 
 @cases.over(CASES, [(4, "pair")], FEW)
-def test_what_is_owed_survives_other_numbers_of_workers(case, K, tree):
+def test_resizing_keeps_the_debt(case, K, tree):
     """K -> 3 -> 8 -> 1 -> K: the mean over the workers of all that a method keeps is preserved, and is sent at last."""
     *_, (_, _, out) = steps_of(case, tree, K, ["normal"] * 3, 0, 1.0)
     state, owed = out.state, case.owed(tree, K, out.state)
@@ -215,7 +215,7 @@ def test_what_is_owed_survives_other_numbers_of_workers(case, K, tree):
 
 
 @cases.over([case for case in CASES if "clip" not in case.options], [(2, "odd"), (4, "pair"), LARGEST], FEW)
-def test_finite_gradients_with_an_infinite_sum_change_nothing_either(case, K, tree):
+def test_infinite_sums(case, K, tree):
     workers = simulated(case, tree, K)
     first = workers.step(gradients("normal", 0, tree, K), workers.first)
     for name in trees.TREES[tree]:  # dense and compressed tensors alike, where it is certain that both are sent
@@ -243,7 +243,7 @@ def test_finite_gradients_with_an_infinite_sum_change_nothing_either(case, K, tr
     ],
     ids=["plump", "topk", "dct", "drain", "balanced", "random", "sign"],
 )
-def test_a_mean_that_its_own_type_cannot_hold_changes_nothing(tx):
+def test_a_mean_beyond_its_type(tx):
     """Finite float16 gradients on top of a residual, or rounded up to bfloat16: 65,504 is the largest float16."""
     x = np.full((2, 600), 65504, np.float16)
     state = tx.init(jnp.zeros(600, jnp.float16))
@@ -263,7 +263,7 @@ def test_a_mean_that_its_own_type_cannot_hold_changes_nothing(tx):
 
 
 @cases.over([case for case in CASES if case.sends_largest], [(4, "pair")], FEW)
-def test_the_mean_is_the_mean(case, K, tree):
+def test_the_mean(case, K, tree):
     """Of what all workers sent, whatever the method: every worker sends a coordinate far above all others at once."""
     workers = simulated(case, tree, K)
     grads = gradients("zeros", 0, tree, K)
@@ -283,13 +283,13 @@ WITH_ALL = [case for case in CASES if case.all_options(1)]
 
 
 @cases.over([case for case in WITH_ALL if not case.is_balanced], [(2, "odd"), (3, "pair")], FEW)
-def test_keeping_everything_equals_plump_dp(case, K, tree):
+def test_everything_is_plump_dp(case, K, tree):
     """To the bit for small integers, and for one or two workers, whose sum has one order; otherwise to rounding."""
     check_that_it_equals_plump_dp(case, K, tree)
 
 
 @cases.over([case for case in WITH_ALL if case.is_balanced], [(2, "blocks")], [(4, "blocks")])
-def test_keeping_everything_equals_plump_dp_where_regions_have_room_for_it(case, K, tree):
+def test_everything_is_plump_dp_with_room(case, K, tree):
     check_that_it_equals_plump_dp(case, K, tree)
 
 

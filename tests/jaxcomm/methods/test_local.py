@@ -158,7 +158,7 @@ def _on_mesh(name: str, K: int) -> tuple[Any, Any]:
         for case, K in [*((case, 4) for case in CASES), *((CASES[i], K) for i, K in OTHERS)]
     ],
 )
-def test_method_equals_its_oracle(case, K):
+def test_oracles(case, K):
     """Every worker's parameters and the global model, in every step, to float tolerance; the core to the coordinate."""
     state, step = on_mesh(case, K)
     oracle = case.oracle(K)
@@ -180,7 +180,7 @@ def test_method_equals_its_oracle(case, K):
 
 
 @pytest.mark.parametrize("case", slow_except(FEW_CASES, CASES[6]), ids=str)
-def test_a_mesh_and_a_simulation_agree(case):
+def test_mesh_and_simulation(case):
     K = 4
     (state, step), tx = on_mesh(case, K), optax.chain(optax.sgd(RATE), case.make())
     twin, simulated = init_state(first_params(), tx, K), jc.simulate(loss, tx, K, donate=False)
@@ -193,7 +193,7 @@ def test_a_mesh_and_a_simulation_agree(case):
 
 
 @pytest.mark.parametrize("case", slow_except(CASES, CASES[5], CASES[7]), ids=str)
-def test_bytes_are_those_of_the_formula(case):
+def test_bytes(case):
     tx, K = optax.chain(optax.sgd(RATE), case.make()), 4
     for workers in (1, 2, 4, 8):
         report = jc.wire_report(tx, first_params(), workers)
@@ -208,7 +208,7 @@ def test_bytes_are_those_of_the_formula(case):
 
 @pytest.mark.parametrize("K", [2, 8])
 @pytest.mark.parametrize("alpha", slow_except([0.1, 0.9], 0.9))
-def test_slim_dp_sends_alpha_n_values_and_no_index(alpha, K):
+def test_bytes_of_slim_dp(alpha, K):
     """2 (K-1)/K * alpha * n words, to the rounding of the explorer to whole workers."""
     n = 100_000
     tx = optax.chain(optax.sgd(0.1), jc.slim_dp(alpha, alpha / 2))
@@ -217,7 +217,7 @@ def test_slim_dp_sends_alpha_n_values_and_no_index(alpha, K):
 
 
 @pytest.mark.parametrize("p", slow_except([1, 3], 3))
-def test_slim_dp_with_everything_is_plump_dp(p):
+def test_slim_dp_of_everything(p):
     """With alpha = 1: equal to model averaging to the bit, and with p = 1 to averaged gradients up to rounding."""
     K = 4
     slim_state, slim_step = _start(jc.slim_dp(alpha=1.0, beta=0.5, p=p), K)
@@ -241,7 +241,7 @@ def _start(tx: Any, K: int) -> tuple[Any, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("unsent", ["carry", "local"])
-def test_what_is_not_pushed_is_carried_or_lost(unsent):
+def test_updates_between_pushes(unsent):
     """Law 1: global model + mean of delta is what plain averaging gives if delta is carried, and only then."""
     K = 4
     state, step = _start(jc.slim_dp(0.3, 0.1, q=5, unsent=unsent), K)
@@ -263,7 +263,7 @@ def test_what_is_not_pushed_is_carried_or_lost(unsent):
 
 
 @pytest.mark.slow
-def test_explorers_are_new_ones_of_every_worker_and_communication():
+def test_explorers():
     K = 4
     state, step = _start(jc.slim_dp(0.3, 0.0, q=1000), K)
     picks = []
@@ -277,7 +277,7 @@ def test_explorers_are_new_ones_of_every_worker_and_communication():
     assert all(40 < len(explorer) < 120 for explorer in picks)  # of 260, 30% are pulled
 
 
-def test_local_optimizers_differ_between_workers_and_stay_local():
+def test_local_optimizers():
     K = 3
     tx = optax.chain(optax.adam(0.01), jc.local_sgd(4, exchange=jc.plump_dp()))
     mesh = jc.make_mesh(data=K)
@@ -303,7 +303,7 @@ def test_local_optimizers_differ_between_workers_and_stay_local():
         pytest.param(jc.local_sgd(2, exchange=jc.plump_dp()), id="local_sgd"),
     ],
 )
-def test_a_worker_with_a_bad_gradient_between_exchanges_leaves_the_others_alone(tx):
+def test_a_bad_worker_between_exchanges(tx):
     K = 3
     chain = optax.chain(optax.sgd(RATE, momentum=0.9), tx)
     state, step = init_state(first_params(), chain, K), jc.simulate(loss, chain, K, donate=False)
@@ -338,7 +338,7 @@ def test_parameters_of_16_bits(case, dtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", FEW_CASES, ids=str)
-def test_another_number_of_workers_goes_on_with_the_same_global_model(case):
+def test_another_number_of_workers(case):
     """Of 4 workers, then 2, then 3, which take steps."""
     tx = optax.chain(optax.sgd(RATE, momentum=0.5), case.make())
     state, step = init_state(first_params(), tx, 4), jc.simulate(loss, tx, 4, donate=False)
@@ -389,7 +389,7 @@ def without_params(make):
     *((lambda make=make: make().init(INTEGERS), "'w'", "got int32") for make in (jc.slim_dp, average)),
     *((lambda make=make: make().init(COMPLEX), "'w'", "got complex") for make in (jc.slim_dp, average)),
 )
-def test_what_no_method_can_do_is_refused(call, said):
+def test_refusals(call, said):
     refused(call, *said)
 
 
@@ -425,7 +425,7 @@ print(own, *process_allgather(metrics["loss"]), *np.asarray(step.params(state)))
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("chain", "moves"), [("local", 0.1), ("accumulated", 0.0)])
-def test_a_process_waits_for_no_other_between_two_exchanges(tmp_path, chain, moves):
+def test_processes_wait_only_at_exchanges(tmp_path, chain, moves):
     """The second begins when the first has taken all steps before the exchange, and each reports its own loss."""
     command = [sys.executable, "-c", ALONE, str(tmp_path / "ahead"), chain]
     with Lab(2, None) as lab:

@@ -52,7 +52,7 @@ def started(step):
         return step.init(first_params())
 
 
-def test_every_step_is_the_papers(step):
+def test_steps_are_the_papers(step):
     state, inner = started(step), [MuonReference(RATE, 0.75, 0.75, 0.875) for _ in range(K)]
     options = {"lr": 0.7, "momentum": 0.9, "nesterov": True, "exchange": PlumpDpReference()}
     reference = LocalSgdReference(first_params(), K, H=H, **options)
@@ -69,14 +69,14 @@ def test_every_step_is_the_papers(step):
     assert any(np.any(reference.params[0][name] != reference.params[1][name]) for name in SHAPES)
 
 
-def test_an_exchange_sends_the_parameters_once_in_h_steps():
+def test_bytes():
     step = make_step("mesh", loss, muloco(), workers=K)
     report = step.verify(started(step), batch_of(0))
     assert report.every == H
     assert report.received_in_exchange == pytest.approx(2 * (K - 1) / K * 4 * N, rel=0.01)  # and a loss, a flag
 
 
-def test_a_run_that_was_written_and_read_goes_on_as_it_was(step):
+def test_checkpoints(step):
     """After an exchange and a local step: the momentum of every worker is in the state."""
     state = started(step)
     for number in range(H + 1):
@@ -87,7 +87,7 @@ def test_a_run_that_was_written_and_read_goes_on_as_it_was(step):
     jax.tree.map(np.testing.assert_array_equal, read, state)
 
 
-def test_another_number_of_workers_goes_on_from_the_merged_model(step):
+def test_another_number_of_workers(step):
     state = started(step)
     for number in range(H):
         state, _ = step(state, batch_of(number))

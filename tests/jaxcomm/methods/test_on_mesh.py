@@ -17,7 +17,7 @@ every_mesh = cases.over(CASES, [(4, "pair")], [(4, "pair")])
 
 
 @every_mesh
-def test_replicated_outputs_are_the_same_on_every_device(case, K, tree):
+def test_replicated_outputs(case, K, tree):
     """check_vma=True, under which this compiled, proves it; here are the bits."""
     workers = on_mesh(case, tree, K)
     state = workers.first
@@ -37,7 +37,7 @@ def test_replicated_outputs_are_the_same_on_every_device(case, K, tree):
 
 
 @cases.over(CASES, [(4, "pair")], [])
-def test_a_mesh_and_a_simulation_agree(case, K, tree):
+def test_mesh_and_simulation(case, K, tree):
     """From one state. Residuals agree to the bit, unless scales are sums; means to the rounding of a sum."""
     mesh, simulation = on_mesh(case, tree, K), simulated(case, tree, K)
     state = mesh.first
@@ -60,7 +60,7 @@ def test_a_mesh_and_a_simulation_agree(case, K, tree):
             assert np.mean(difference > error) <= (0.01 if case.rounds_at_random else 0)
 
 
-def test_the_exchange_of_a_mesh_is_free_of_collectives_where_there_is_one_worker():
+def test_one_worker_sends_nothing():
     case = topk.CASES[0]
     report = jc.wire_report(case.make(), trees.zeros_of("pair"), 1)
     assert report.received == 0
@@ -68,7 +68,7 @@ def test_the_exchange_of_a_mesh_is_free_of_collectives_where_there_is_one_worker
 
 
 @every_mesh
-def test_predicted_bytes_are_compiled_bytes_and_those_of_the_formula(case, K, tree):
+def test_bytes(case, K, tree):
     report = jc.wire_report(case.make(), trees.shapes_of(tree), K)
     compiled = read_program(on_mesh(case, tree, K).compiled.as_text())
     usual, at_most = case.received_bytes(tree, K)
@@ -77,7 +77,7 @@ def test_predicted_bytes_are_compiled_bytes_and_those_of_the_formula(case, K, tr
 
 
 @cases.over(CASES, [(96, "odd"), (2, "half")], [(96, "odd")])
-def test_bytes_of_any_number_of_workers_are_predicted_without_devices(case, K, tree):
+def test_bytes_without_devices(case, K, tree):
     for workers in (1, K) if K == 2 else (K,):
         report = jc.wire_report(case.make(), trees.shapes_of(tree), workers)
         assert (report.program.received, report.program.received_at_most) == case.received_bytes(tree, workers)
@@ -98,7 +98,7 @@ RESNET = {f"{i:03}": jax.ShapeDtypeStruct(shape, np.float32) for i, shape in enu
     ],
     ids=["sign", "terngrad", "2", "4", "8"],
 )
-def test_names_say_the_bits_on_the_wire(factory, options, bits, of_sum, K):
+def test_names_of_bits(factory, options, bits, of_sum, K):
     """Within 5% for ResNet-50, scales and small dense tensors included."""
     received = {}  # bits a parameter
     for collective in ("gather", "two_shot", "auto"):

@@ -52,7 +52,7 @@ def gradient_of(event, scale, seed, tree, K):
 @hypothesis.example(events=GROWTH, seed=2)
 @hypothesis.example(events=TIES_AT_REFRESHES, seed=3)
 @hypothesis.example(events=AROUND_THE_LIMIT, seed=3)
-def test_method_equals_its_oracle(case, K, tree, events, seed):
+def test_oracles(case, K, tree, events, seed):
     """State and counts to the bit, means up to the rounding of a sum; see `Oracle` for the exceptions."""
     assert oracle_of_steps(case, K, tree, events, seed).adopted <= STEPS // 4
 
@@ -62,12 +62,12 @@ OF_THE_PAPERS = [case for case in CASES if case.momentum and case.option("moment
 
 @pytest.mark.parametrize("case", OF_THE_PAPERS, ids=str)
 @pytest.mark.parametrize("events", [["normal"] * STEPS, ["normal", "grow", "normal", "nan"] * 3], ids=["even", "grows"])
-def test_momentum_equals_the_oracles_over_a_dozen_steps(case, events):
+def test_a_dozen_steps_of_momentum(case, events):
     """With the papers' momentum, which is not a power of two, and without adopting the library's state in between."""
     assert oracle_of_steps(case, 2, "odd", events, seed=0).adopted == 0
 
 
-def test_dct_dp_without_early_refreshes_is_algorithm_1_as_printed():
+def test_algorithm_1_of_dct_dp():
     """With slots for all that a threshold selects; with the early refreshes, step 1 differs already."""
     grads = np.random.default_rng(0).normal(size=(STEPS, 2, 5, 823)).astype(np.float32)
     expected, residual = algorithm_1(grads.reshape(STEPS, 2, -1).astype(np.float64), 0.9, 5)
@@ -87,7 +87,7 @@ def assert_similar(result, expected):
     assert np.mean(np.abs(result - expected) > 1e-5 * np.abs(expected).max()) < 1e-3
 
 
-def test_a_number_whose_third_is_nearly_between_two_of_float16():
+def test_a_close_call_of_float16():
     case = next(case for case in CASES if str(case) == "plump_dp(float16)")
     assert oracle_of_steps(case, 3, "half", ["normal"] * 9 + ["grow", "grow", "heavy"], seed=308).adopted == 0
 
@@ -116,7 +116,7 @@ def oracle_of_steps(case, K, tree, events, seed):
 @hypothesis.given(events=st.lists(st.sampled_from(EVENTS), min_size=STEPS, max_size=STEPS), seed=st.integers(0, 2**20))
 @hypothesis.example(events=SKIPS, seed=1)
 @hypothesis.example(events=GROWTH, seed=2)
-def test_method_that_rounds_at_random_equals_its_oracle(case, K, tree, events, seed):
+def test_oracles_of_random_rounding(case, K, tree, events, seed):
     """To 4e-6 of a scale, except for 1% of the coordinates, where a last bit decides: they may differ by a level."""
     workers, oracle = simulated(case, tree, K), Oracle(case, tree, K)
     state, close_calls, total = workers.first, 0, 0
@@ -192,6 +192,6 @@ def check_state(case, tree, state, oracle, sizes):
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.options.get("drain_every")], ids=str)
-def test_a_dozen_steps_have_a_drain_and_a_step_without(case):
+def test_drains_in_a_dozen_steps(case):
     """Otherwise the test above would mean little."""
     assert len({case.drains(i) for i in range(STEPS)}) == 2

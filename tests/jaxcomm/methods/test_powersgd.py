@@ -99,7 +99,7 @@ def with_mean(singular_values, scale=1.0):
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-6, 1.0, 1e25])
 @pytest.mark.parametrize("singular_values", [[1], [3, 2], [4, 3, 2, 1], [1, 1e-2, 1e-3, 1e-4]], ids=str)
-def test_a_mean_of_a_rank_that_fits_is_exact(singular_values, scale):
+def test_exact_ranks(singular_values, scale):
     """Of any scale, also if columns of P are rounding errors or nearly linearly dependent."""
     workers, grads = simulated("matrix", 2, 4), with_mean(singular_values, scale)
     state, exact = workers.first, grads["w"].astype(np.float64)
@@ -110,7 +110,7 @@ def test_a_mean_of_a_rank_that_fits_is_exact(singular_values, scale):
         assert np.linalg.norm(out.means["w"] - exact.mean(0)) <= 2e-6 * np.linalg.norm(exact[0])
 
 
-def test_a_warm_start_ends_in_the_best_approximation():
+def test_warm_starts():
     values = [10.0, 8.0, 1.0, 0.9, 0.8, 0.7] + [0.5] * 42
     workers, gradient, best = simulated("matrix", 1), with_mean(values)["w"].mean(0), np.linalg.norm(values[RANK:])
     state, errors = workers.first, []
@@ -122,7 +122,7 @@ def test_a_warm_start_ends_in_the_best_approximation():
     assert errors[-1] < 1.001 * best
 
 
-def test_what_is_left_is_sent_later():
+def test_the_residual_is_sent_later():
     """One gradient, then zeros: two directions are sent per step, until no residual is left. The matrix has rank 48."""
     workers, grads = simulated("matrix", 2), with_mean(np.linspace(2, 1, 48))
     zero = {"w": np.zeros_like(grads["w"])}
@@ -134,7 +134,7 @@ def test_what_is_left_is_sent_later():
     np.testing.assert_allclose(total, grads["w"].mean(0), atol=1e-4)
 
 
-def test_a_gradient_of_zeros_does_not_end_the_iteration():
+def test_zeros():
     """Such as that of a layer after one that starts from zero."""
     workers, grads = simulated("matrix", 2, 4), with_mean([3, 2, 1])
     zero = {"w": np.zeros_like(grads["w"])}
@@ -175,7 +175,7 @@ def test_nothing_is_lost(K, tree):
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3e38])
 @pytest.mark.parametrize("name", trees.TREES["matrices"])
-def test_what_is_not_finite_changes_nothing_and_the_next_step_proceeds(name, bad):
+def test_bad_gradients(name, bad):
     """The last of the four is finite, but its sum over the workers is not."""
     workers = simulated("matrices", 3)
     first = workers.step(gradients("normal", 0, "matrices", 3), workers.first)
@@ -191,7 +191,7 @@ def test_what_is_not_finite_changes_nothing_and_the_next_step_proceeds(name, bad
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, FLOAT32_MAX])
 @pytest.mark.parametrize("name", COMPRESSED["matrices"])
-def test_what_is_not_finite_is_seen_where_it_meets_zeros(name, bad):
+def test_nan_times_zero(name, bad):
     """Zeros in Q hide a column of M from P. Only on one worker."""
     workers = simulated("matrices", 3)
     grads = gradients("normal", 0, "matrices", 3)
@@ -200,7 +200,7 @@ def test_what_is_not_finite_is_seen_where_it_meets_zeros(name, bad):
     check_skipped(workers.step(grads, state), state)
 
 
-def test_the_residual_stays_finite_at_the_end_of_the_range():
+def test_end_of_the_range():
     workers, rng = simulated("matrix", 2), np.random.default_rng(0)
     skipped = []
     for size in (1e36, 0.24 * FLOAT32_MAX, 0.26 * FLOAT32_MAX, 0.9 * FLOAT32_MAX):
@@ -216,7 +216,7 @@ def test_the_residual_stays_finite_at_the_end_of_the_range():
 @pytest.mark.parametrize(
     ("K", "tree"), slow_except([(8, "matrices"), (2, "halves"), (2, "vectors")], (2, "halves"), (2, "vectors"))
 )
-def test_a_mesh_and_a_simulation_agree_and_so_do_the_devices(K, tree):
+def test_mesh_and_simulation(K, tree):
     mesh, simulation = on_mesh(tree, K), simulated(tree, K)
     state, simulated_state = mesh.first, simulation.first
     for result, want in zip(
@@ -253,7 +253,7 @@ def close(result, want, *gradients_, tolerance=1e-4):
 
 
 @pytest.mark.parametrize(("K", "tree"), slow_except([(8, "matrices"), (2, "halves"), (2, "vectors")], (2, "vectors")))
-def test_predicted_bytes_are_compiled_bytes_and_those_of_the_formula(K, tree):
+def test_bytes(K, tree):
     shapes = trees.shapes_of(tree)
     volume = sum(RANK * sum(matrix_shape(shapes[name].shape)) for name in COMPRESSED[tree])
     dense = sum(s.size for name, s in shapes.items() if name not in COMPRESSED[tree])
@@ -267,7 +267,7 @@ def test_predicted_bytes_are_compiled_bytes_and_those_of_the_formula(K, tree):
     assert sum(1 for _ in compiled.operations()) == (2 if volume else 1)
 
 
-def test_matrices_of_one_shape_are_one_product():
+def test_one_product_a_shape():
     def products(tensors):
         tree = {f"{i:02}": np.zeros((40, 30), np.float32) for i in range(tensors)}
         state = make().init(tree)
@@ -277,12 +277,12 @@ def test_matrices_of_one_shape_are_one_product():
     assert products(1) == products(20) == 3
 
 
-def test_what_two_thin_matrices_would_not_make_smaller_is_dense():
+def test_thin_matrices_are_dense():
     tree = [np.zeros(shape, np.float32) for shape in [(3, 300), (2, 300), (300, 3), (4, 4), (3, 1, 7), (900,), (0, 9)]]
     assert [q.shape for q in jc.powersgd(2, dense_below=0).init(tree).memory] == [(1, m, 2) for m in (300, 3, 7)]
 
 
-def test_vectors_alone_are_exchanged_densely():
+def test_vectors_alone():
     workers, dense = simulated("vectors", 3), Simulated(jc.plump_dp(), "vectors", 3)
     assert workers.first.memory == ()
     assert workers.first.residual.rows.shape == (3, 1, 0)
@@ -294,7 +294,7 @@ def test_vectors_alone_are_exchanged_densely():
     check_skipped(workers.step(grads, workers.first), workers.first)
 
 
-def test_a_mean_that_float16_cannot_hold_changes_nothing():
+def test_a_mean_beyond_float16():
     """Finite gradients, on top of a residual."""
     tx = make()
     first = tx.init(jnp.zeros((40, 30), jnp.float16))
@@ -309,7 +309,7 @@ def test_a_mean_that_float16_cannot_hold_changes_nothing():
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_the_first_q_is_another_for_every_tensor_and_seed_and_in_the_groups_order(seed):
+def test_first_factors(seed):
     qs = first_q("matrices", seed)
     stacks = make(seed=seed).init(trees.zeros_of("matrices")).memory
     for stack, names in zip(stacks, GROUPS["matrices"], strict=True):
@@ -321,7 +321,7 @@ def test_the_first_q_is_another_for_every_tensor_and_seed_and_in_the_groups_orde
 
 
 @pytest.mark.parametrize(("K", "tree"), [(1, "matrices"), (3, "matrices"), (2, "halves")])
-def test_powersgd_equals_its_oracle(K, tree):
+def test_the_oracle(K, tree):
     """A dozen steps with skips; gradients of full rank and usual scale, for which the paper's lines suffice."""
     names = sorted(trees.TREES[tree])
     workers = simulated(tree, K)
@@ -354,7 +354,7 @@ def test_powersgd_equals_its_oracle(K, tree):
 
 
 @pytest.mark.parametrize("how", slow_except(["mesh", "simulation"], "mesh"))
-def test_a_network_trains_with_it(how):
+def test_a_network_trains(how):
     rng = np.random.default_rng(0)
     truth = rng.normal(size=(20, 30))
     x = rng.normal(size=(256, 20)).astype(np.float32)
@@ -382,11 +382,11 @@ def test_a_network_trains_with_it(how):
     ("name", "value"),
     [*(("rank", item) for item in (0, -1, 2.0, True, None, "4")), ("dense_below", -1), ("dense_below", 1.5)],
 )
-def test_numbers_keep_their_rules(name, value):
+def test_numbers(name, value):
     refused(lambda: jc.powersgd(**{name: value}), f"{name} must be ", f"got {value!r}")
 
 
-def test_other_trees_and_states_are_refused():
+def test_other_trees_and_states():
     grads = jnp.zeros((2, 40, 30))
     with pytest.raises(ValueError, match="got an empty tree"):
         make().init({})

@@ -31,7 +31,7 @@ class OnAnchor(PulseReference):
 
 
 @pytest.mark.parametrize("sparsity", [0.5, 0.95])
-def test_local_steps_and_what_is_visible_of_them(sparsity):
+def test_local_steps(sparsity):
     rng = np.random.default_rng(0)
     params = {name: rng.normal(size=shape).astype(np.float32) for name, shape in SHAPES.items()}
     exchange = jc.pulse(sparsity, value_dtype="float32")
@@ -54,7 +54,7 @@ def test_local_steps_and_what_is_visible_of_them(sparsity):
             assert (metrics["overflow"] > 0) == (sparsity == 0.95)
 
 
-def test_what_stays_unseen_adds_up_until_it_is_seen():
+def test_invisible_changes_add_up():
     """Each of 40 numbers by itself."""
     tx = optax.chain(jc.pulse(0.0, value_dtype="float32", dense_below=0), optax.sgd(1.0))
     step = jc.simulate(lambda params, rows: jnp.sum(params * rows.mean(0)), tx, 1)
@@ -66,7 +66,7 @@ def test_what_stays_unseen_adds_up_until_it_is_seen():
     assert updates == [(0, 1.0), (0, 1.0), (40, 1 - 3 * 2.0**-10)]
 
 
-def test_the_mask_is_that_of_the_casts():
+def test_masks_of_casts():
     rng = np.random.default_rng(0)
     w = rng.normal(size=4096).astype(np.float32)
     w[:64] = 0
@@ -79,7 +79,7 @@ def test_the_mask_is_that_of_the_casts():
     assert 0.1 < expected.mean() < 0.9
 
 
-def test_pulse_needs_the_parameters():
+def test_missing_parameters():
     tx = jc.pulse()
     state = tx.init(jnp.ones(1000))
     refused(

@@ -82,7 +82,7 @@ def bad_rows(fault, workers):
 
 
 @pytest.mark.parametrize("name", slow_except(CHAINS, "plump_dp"), ids=[f"{name}()" for name in CHAINS])
-def test_after_a_bad_step_training_goes_on(name):
+def test_training_goes_on(name):
     start, step = program(name)
     for fault, workers in EVENTS:
         state, skipped = jax.tree.map(jnp.array, start), []  # the step donates what it is given

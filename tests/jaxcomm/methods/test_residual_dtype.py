@@ -34,7 +34,7 @@ def neighbours(x):
     return np.minimum(toward, away), np.maximum(toward, away)
 
 
-def test_rounding_takes_a_neighbour_and_its_mean_is_the_number():
+def test_rounding():
     x = np.concatenate([np.geomspace(1e-30, 1e30, 500), -np.geomspace(1e-38, 1e5, 500), [0.0, -0.0, 1.0, 1.0078125]])
     x = x.astype(np.float32)
     rounding = jax.jit(noise.round_to_bfloat16)
@@ -51,7 +51,7 @@ def test_rounding_takes_a_neighbour_and_its_mean_is_the_number():
     ("on", "name"),
     [*((Simulated, name) for name in EXCHANGES), pytest.param(OnMesh, "topk", marks=pytest.mark.slow)],
 )
-def test_a_step_is_that_of_float32_and_its_residual_a_neighbour(on, name):
+def test_a_step_is_a_neighbour(on, name):
     """The first step has the same gradients and residuals; rows of different workers are rounded independently."""
     grads = {key: value.copy() for key, value in trees.gradients("normal", 3, TREE, K).items()}
     for value in grads.values():
@@ -67,7 +67,7 @@ def test_a_step_is_that_of_float32_and_its_residual_a_neighbour(on, name):
     assert (residual[0] != residual[1]).mean() > 0.1
 
 
-def test_small_gradients_enter_a_large_residual_in_the_mean():
+def test_small_gradients_add_up():
     """1/2048 per step, for 512 steps, on top of 1: the next number is 1.0078, so rounding to nearest stays at 1."""
     tx = jc.topk(0.9, residual_dtype="bfloat16", dense_below=0)
     workers = Simulated(tx, "blocks", 2)
@@ -87,7 +87,7 @@ def test_small_gradients_enter_a_large_residual_in_the_mean():
     assert (np.abs(left - 1.25) < 0.25).all()
 
 
-def test_a_skipped_step_changes_no_bit_of_it():
+def test_a_skip_changes_no_bit():
     tx = jc.topk(0.9, residual_dtype="bfloat16")
     workers = Simulated(tx, TREE, K)
     grads = trees.gradients("normal", 5, TREE, K)
@@ -98,7 +98,7 @@ def test_a_skipped_step_changes_no_bit_of_it():
     np.testing.assert_array_equal(after.residual.view(np.uint16), before.residual.view(np.uint16))
 
 
-def test_the_state_takes_two_bytes_a_parameter_less_and_the_wire_the_same():
+def test_bytes():
     params = {"w": np.zeros((64, 1024), np.float32)}
     sizes = {}
     for kind in ("float32", "bfloat16"):
@@ -109,7 +109,7 @@ def test_the_state_takes_two_bytes_a_parameter_less_and_the_wire_the_same():
     assert reports[0].received == reports[1].received
 
 
-def test_other_types_and_methods_without_a_residual_are_refused():
+def test_other_types_and_methods():
     refused(lambda: jc.topk(0.9, residual_dtype="float16"), "residual_dtype", "got 'float16'")
     with pytest.raises(ValueError, match="residual_dtype must be float32 for plump_dp, which keeps no residual itself"):
         jc.plump_dp(residual_dtype="bfloat16")
@@ -118,7 +118,7 @@ def test_other_types_and_methods_without_a_residual_are_refused():
 
 
 @pytest.mark.parametrize("workers", [1, 2, 8])
-def test_resizing_keeps_the_mean_of_rows_in_bfloat16(workers):
+def test_resizing_keeps_the_mean(workers):
     rows = np.linspace(-0.9, 0.9, 12).reshape(4, 3).astype(ml_dtypes.bfloat16)
     state = jc.resize_workers(jc.PerWorker(rows, ("data",)), workers)
     assert state.rows.dtype == ml_dtypes.bfloat16
@@ -126,7 +126,7 @@ def test_resizing_keeps_the_mean_of_rows_in_bfloat16(workers):
     np.testing.assert_allclose(state.rows.astype(np.float64).mean(0), exact, atol=2.0**-8)
 
 
-def test_workers_train_with_it():
+def test_workers_train():
     """A quadratic whose minimum is known, through `simulate`, with half of the coordinates sent."""
     target = np.linspace(-1, 1, 2048).astype(np.float32)
 

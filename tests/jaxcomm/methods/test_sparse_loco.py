@@ -54,7 +54,7 @@ def test_the_exchange_is_the_papers(bits, decay):
         ),
     ],
 )
-def test_nothing_is_lost_by_few_bits(tx):
+def test_nothing_is_lost(tx):
     workers = Simulated(tx, TREE, K)
     state = workers.first
     for seed in range(4):
@@ -71,7 +71,7 @@ def shapes():
     return {name: trees.TREES[TREE][name] for name in ("v", "w")}
 
 
-def test_a_skipped_step_leaves_the_residual_as_it_was():
+def test_a_skip_keeps_the_residual():
     workers = Simulated(jc.topk(0.9, chunk=1024, value_dtype="2bit", decay=0.5), TREE, K)
     state, bad = workers.step(gradients(0), workers.first).state, gradients(1)
     bad["w"][1, 3, 4] = np.nan
@@ -80,7 +80,7 @@ def test_a_skipped_step_leaves_the_residual_as_it_was():
     np.testing.assert_array_equal(out.state.residual.rows, state.residual.rows)
 
 
-def test_local_steps_and_an_outer_step_without_momentum():
+def test_outer_steps():
     """With H = 2, 64 sent of each chunk of 1024, and a decaying residual, the global model is the paper's."""
     shapes = {"w": (50, 60), "v": (2049,)}
     rng = np.random.default_rng(0)
@@ -102,7 +102,7 @@ def test_local_steps_and_an_outer_step_without_momentum():
             np.testing.assert_allclose(step.params(state)[name], reference.global_model[name], rtol=1e-5, atol=1e-5)
 
 
-def test_a_payload_is_at_least_195_times_smaller_than_the_parameters():
+def test_size_of_a_payload():
     """With 64 of 4096, to one other worker; and at 1%, a coordinate costs at most 10.8 bits."""
     n = sum(leaf.size for leaf in LARGE.values())
     report = jc.wire_report(jc.sparse_loco(), LARGE, workers=2)
@@ -112,7 +112,7 @@ def test_a_payload_is_at_least_195_times_smaller_than_the_parameters():
     assert 8 * report.received / (0.01 * n) <= 10.8
 
 
-def test_the_compiled_program_sends_what_is_predicted():
+def test_compiled_bytes():
     mesh, params = jc.make_mesh(data=2), {"w": jnp.ones((64, 128))}
 
     def loss(params, batch):
@@ -140,11 +140,11 @@ def test_the_compiled_program_sends_what_is_predicted():
         ({"value_dtype": "3bit"}, "one of float32, bfloat16, 4bit, 2bit; got '3bit'"),
     ],
 )
-def test_bad_arguments_are_refused(options, message):
+def test_bad_arguments(options, message):
     with pytest.raises(ValueError, match=message):
         jc.topk(0.9, **options).init(jnp.zeros(2000))
 
 
-def test_the_estimate_of_ef21_does_not_decay():
+def test_ef21_does_not_decay():
     with pytest.raises(ValueError, match=r"decay must be 1 for ef21; got 0\.9"):
         jc.ef21(0.9, decay=0.9)

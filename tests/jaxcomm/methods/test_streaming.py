@@ -89,7 +89,7 @@ SETTINGS = [
     ("fragments", "overlap", "mix", "exchange"),
     [pytest.param(*setting, marks=() if setting in USUAL else pytest.mark.slow) for setting in SETTINGS],
 )
-def test_every_step_is_that_of_the_paper(fragments, overlap, mix, exchange):
+def test_steps_are_the_papers(fragments, overlap, mix, exchange):
     """Every worker's parameters in every step, and the anchors once an exchange is merged."""
     step = step_of(fragments=fragments, overlap=overlap, mix=mix, exchange=exchange)
     state = step.init(first_params())
@@ -113,7 +113,7 @@ def test_every_step_is_that_of_the_paper(fragments, overlap, mix, exchange):
     assert skips == {1: 0, 2: 1, 3: 2}[count]  # step 9 of each third, and 2 and 10 of each second step
 
 
-def test_fragments_of_equal_layers_are_strided_and_the_largest_is_small():
+def test_strided_fragments():
     layers = {f"{i:02}": {"kernel": np.zeros((4, 4)), "bias": np.zeros(4)} for i in range(12)}
     parts = streaming(fragments=3).init(layers)[1].memory
     for turn, part in enumerate(parts):
@@ -135,7 +135,7 @@ def blocks(number, of=4, layers=12):
     [[blocks(p) for p in range(4)], tuple(lambda path, leaf, p=p: int(path[5:7]) % 4 == p for p in range(4))],
     ids=["patterns", "functions"],
 )
-def test_given_fragments_are_whole_blocks(fragments):
+def test_fragments_by_the_user(fragments):
     """Of layers of several tensors, which are divided if only their number is given; 12 local steps, one in 3."""
     shapes = {"attention": (6, 18), "out": (6, 6), "up": (6, 24), "down": (24, 6)}
     layers = {f"layer{i:02}": {name: np.zeros(shape) for name, shape in shapes.items()} for i in range(12)}
@@ -160,12 +160,12 @@ def test_given_fragments_are_whole_blocks(fragments):
         ("ab", "fragments must be an integer of at least 1; got 'ab'"),
     ],
 )
-def test_fragments_that_leave_out_parameters_or_are_empty_are_refused(fragments, message):
+def test_bad_fragments(fragments, message):
     with pytest.raises(ValueError, match=message):
         jc.local_sgd(12, exchange=jc.plump_dp(), fragments=fragments).init(first_params())
 
 
-def test_without_fragments_and_delay_it_keeps_the_state_that_it_had():
+def test_without_fragments():
     state = jc.local_sgd(H, exchange=jc.plump_dp(), fragments=1, overlap=0, mix=0.0).init(first_params())
     assert type(state.memory) is Anchored
     assert jax.tree.structure(state.memory.anchor) == jax.tree.structure(first_params())
@@ -196,7 +196,7 @@ def test_nothing_is_lost():
 
 
 @pytest.mark.parametrize("overlap", [0, 2, 5])
-def test_what_is_exchanged_is_not_needed_before_it_is_merged(overlap):
+def test_overlap(overlap):
     """Another worker's model at an exchange does not affect this one's until `overlap` steps later."""
     step = step_of(fragments=2, overlap=overlap, mix=0.5)
     states = [step.init(first_params())] * 2
@@ -211,7 +211,7 @@ def test_what_is_exchanged_is_not_needed_before_it_is_merged(overlap):
         assert equal == (i < 2 + overlap)
 
 
-def test_a_skipped_exchange_leaves_the_anchor_and_nothing_is_merged():
+def test_a_skip_merges_nothing():
     """Each worker keeps what it has learned; only the worker with NaN misses its step."""
     step = step_of(exchange=TOPK)
     state = step.init(first_params())
@@ -236,7 +236,7 @@ def test_a_skipped_exchange_leaves_the_anchor_and_nothing_is_merged():
             np.testing.assert_allclose(rows(bad, name), expected[name], rtol=1e-6, atol=1e-6)
 
 
-def test_a_worker_that_skips_its_step_merges_in_it_all_the_same():
+def test_a_skip_between_exchanges():
     """Else its next outer gradient would be the anchor's own progress, backwards."""
     step = step_of(mix=0.0)
     state = step.init(first_params())
@@ -255,7 +255,7 @@ def test_a_worker_that_skips_its_step_merges_in_it_all_the_same():
             assert not np.array_equal(rows(state, name)[0], before[name][0])
 
 
-def test_after_a_bad_step_training_goes_on():
+def test_training_goes_on():
     """Law 8, in a step with an exchange and in one without; above 4,096 elements."""
     params = {"w": np.zeros(4106, np.float32), "v": np.ones(9, np.float32)}
 
@@ -277,7 +277,7 @@ def test_after_a_bad_step_training_goes_on():
         assert all((np.asarray(leaf) < -5).any() for leaf in jax.tree.leaves(step.params(state)))
 
 
-def test_a_mesh_and_a_simulation_agree_and_all_workers_have_the_same_anchors():
+def test_mesh_and_simulation():
     mesh, simulated = step_of("mesh"), step_of()
     one_state, two_state = mesh.init(first_params()), simulated.init(first_params())
     for i in range(12):
@@ -299,7 +299,7 @@ def all_reduced(numbers, workers=K):
 
 
 @pytest.mark.parametrize("workers", [1, 2, 16])
-def test_bytes_are_those_of_the_formula(workers):
+def test_bytes(workers):
     """At most the largest fragment in a step, and on average all parameters in H steps."""
     report = jc.wire_report(streaming(fragments=3, overlap=1), first_params(), workers)
     assert (report.every, report.turns) == (2, 3)
@@ -314,7 +314,7 @@ def test_bytes_are_those_of_the_formula(workers):
     assert second.received_in_exchange == second.received_over("data") == pytest.approx(all_reduced(80, workers))
 
 
-def test_each_fragments_bytes_are_those_of_the_compiled_program():
+def test_compiled_bytes():
     fragments, step = 2, step_of("mesh")
     state = step.init(first_params())
     report = step.verify(state, batch_of(0))
@@ -328,7 +328,7 @@ def test_each_fragments_bytes_are_those_of_the_compiled_program():
     assert [float(branch.received) for branch in branches] == pytest.approx([*map(all_reduced, sizes), 0])
 
 
-def test_a_fragment_that_sends_what_it_does_not_claim_is_refused():
+def test_bytes_beyond_the_claim():
     """Though the first and the largest fragment are as claimed."""
     step, larger = step_of("mesh"), {**first_params(), "b": np.zeros(70, np.float32)}
     state, options = step.init(first_params()), {"tx": streaming(), "workers": K}
@@ -341,7 +341,7 @@ def test_a_fragment_that_sends_what_it_does_not_claim_is_refused():
 
 
 @pytest.mark.parametrize("workers", [5, pytest.param(2, marks=pytest.mark.slow)])
-def test_another_number_of_workers_keeps_the_model_and_what_is_owed(workers):
+def test_another_number_of_workers(workers):
     """Also between an exchange and its merging: after 4 steps the first fragment waits."""
     step = step_of(exchange=TOPK)
     state = step.init(first_params())
@@ -360,7 +360,7 @@ def test_another_number_of_workers_keeps_the_model_and_what_is_owed(workers):
     assert metrics["skipped"] == 0
 
 
-def test_a_saved_state_goes_on_to_the_bit():
+def test_checkpoints():
     step = step_of(exchange=TOPK)
     state = step.init(first_params())
     for i in range(10):
@@ -373,7 +373,7 @@ def test_a_saved_state_goes_on_to_the_bit():
     jax.tree.map(np.testing.assert_array_equal, parts, state)
 
 
-def test_sparse_loco_has_fragments():
+def test_sparse_loco():
     params = {name: jnp.zeros((64, 64)) for name in "ab"}
     report = jc.wire_report(jc.sparse_loco(6, fragments=2, overlap=1, mix=0.5), params, 2)
     whole = jc.wire_report(jc.sparse_loco(6), params, 2)
@@ -402,16 +402,16 @@ def test_parameters_of_16_bits():
         ("mix", np.nan),
     ],
 )
-def test_bad_arguments_are_refused(name, value):
+def test_bad_arguments(name, value):
     """There are fewer tensors than six."""
     refused(lambda: jc.local_sgd(H, exchange=jc.plump_dp(), **{name: value}).init(first_params()), name, f"got {value}")
 
 
-def test_steps_are_a_multiple_of_fragments():
+def test_steps_and_fragments():
     refused(lambda: jc.local_sgd(H, exchange=jc.plump_dp(), fragments=4), "steps", "fragments (4)", "got 6")
 
 
-def test_the_planner_takes_all_fragments_into_account():
+def test_the_planner():
     """Though every step exchanges only one of them: two steps exchange all parameters."""
     params = {name: jax.ShapeDtypeStruct((300, 400), np.float32) for name in "ab"}
     settings = {"whole": {}, "parts": {"fragments": 2, "overlap": 1}}
@@ -426,7 +426,7 @@ def test_the_planner_takes_all_fragments_into_account():
 
 
 @pytest.mark.slow
-def test_shards_of_workers_are_exchanged_as_whole_tensors_are():
+def test_shards_of_workers():
     """Each worker is two devices, and a fragment is the same tensors; also where an exchange is skipped."""
     shapes = {"a": (8, 3), "b": (4, 6), "c": (12, 2)}
     params = {name: np.random.default_rng(0).normal(size=shape).astype(np.float32) for name, shape in shapes.items()}

@@ -77,7 +77,7 @@ def test_terngrad_clips_at_standard_deviations():
     assert np.abs(means.mean(0) - expected).max() <= 6 * limit.max() / 2 / np.sqrt(STEPS * K)
 
 
-def test_iwp_selects_with_the_probability_of_the_importance_over_the_threshold():
+def test_importance_of_iwp():
     """With one worker, the publisher, and a slot for everything, what arrives is what was selected."""
     weights = np.abs(np.random.default_rng(1).normal(size=N)).astype(np.float32) + 0.5
     tx = jc.iwp(2.0, density=1.0, momentum=0.0, eps=1e-6, value_dtype="float32")

@@ -68,7 +68,7 @@ def gradients(seed=0):
     slow_except((case for case in FIRST if case.name in ("plump_dp", "dct_dp", "iwp", "sign")), FIRST[0]),
     ids=str,
 )
-def test_every_exchange_skips_all_if_a_passed_gradient_is_not_finite_and_the_other_way(case):
+def test_bad_leaves_skip_all(case):
     update, state = update_of(case.make(where=WHERE, **({"momentum": 0.0} if case.momentum else {})))
     means, state = update(gradients(), state)
     np.testing.assert_array_equal(means["passed"], gradients()["passed"])
@@ -85,7 +85,7 @@ def test_every_exchange_skips_all_if_a_passed_gradient_is_not_finite_and_the_oth
 
 
 @pytest.mark.slow
-def test_the_others_are_exchanged_as_without_the_passed():
+def test_other_leaves():
     exchange = jc.topk(0.9, value_dtype="float32")
     update, state = update_of(jc.topk(0.9, value_dtype="float32", where=WHERE))
     means, new = update(gradients(), state)
@@ -97,7 +97,7 @@ def test_the_others_are_exchanged_as_without_the_passed():
     assert np.count_nonzero(means["own"]) <= K * 300
 
 
-def test_all_may_be_passed_and_none_may_be():
+def test_all_or_no_leaves():
     tx, axes = jc.topk(0.9, where="none"), dict.fromkeys(PARAMS, None)
     update = jax.jit(jax.vmap(tx.update, in_axes=(axes, None), out_axes=None, axis_name="data", axis_size=K))
     changed_params = {name: leaf + 1 for name, leaf in PARAMS.items()}
@@ -112,7 +112,7 @@ def test_all_may_be_passed_and_none_may_be():
     assert jc.wire_report(empty, PARAMS, 4) == jc.wire_report(jc.topk(0.9), PARAMS, 4)
 
 
-def test_a_report_counts_the_others_and_what_is_beside():
+def test_reports():
     tx = optax.chain(jc.plump_dp(where=WHERE), optax.adam(0.1))
     report = jc.wire_report(tx, PARAMS, 4)
     assert report.received == 1.5 * 4 * 3002
@@ -121,7 +121,7 @@ def test_a_report_counts_the_others_and_what_is_beside():
     assert jc.wire_report(tx, PARAMS, 4, beside=[gather]).received == report.received + 3 * 8
 
 
-def test_the_state_is_placed_resized_and_read_like_any_other():
+def test_state():
     tx = optax.chain(jc.dct_dp(0.9, where=WHERE), optax.adam(0.1))
     state = init_state(PARAMS, tx, 4)
     assert bypassing(state.opt_state, PARAMS) == {"['passed']"}
@@ -139,7 +139,7 @@ def test_the_state_is_placed_resized_and_read_like_any_other():
     assert jax.tree.structure(resized) == jax.tree.structure(state)
 
 
-def test_momentum_inside_is_refused_where_gradients_bypass_it():
+def test_momentum_inside():
     for factory in (jc.dgc, jc.iwp):
         with pytest.raises(ValueError, match=r"momentum must be 0 where some gradients bypass the exchange; got 0.9"):
             factory(momentum=0.9, where=WHERE)
@@ -160,7 +160,7 @@ def local(exchange):
     (lambda: local(jc.plump_dp(where=WHERE)), "exchange of local_sgd", "bypass it"),
     (lambda: local(jc.topk(where="own", others=jc.plump_dp(where="small"))), "exchange of local_sgd", "bypass it"),
 )
-def test_what_does_not_fit_is_refused(call, said):
+def test_refusals(call, said):
     refused(call, *said)
 
 
@@ -179,7 +179,7 @@ def second(bad=None):
     return grads, state, *step(grads)
 
 
-def test_each_part_is_exchanged_as_by_its_method_alone():
+def test_parts_are_their_methods():
     grads, _, means, new = second()
     for tx, names in ((jc.topk(0.9, value_dtype="float32"), ["own"]), (jc.sign(dense_below=2), ["passed", "small"])):
         first, part = tx.init({name: PARAMS[name] for name in names}), {name: grads[name] for name in names}
@@ -191,7 +191,7 @@ def test_each_part_is_exchanged_as_by_its_method_alone():
 
 
 @pytest.mark.parametrize("bad", [None, "own", "passed", "small"])
-def test_others_may_let_gradients_bypass_them_in_the_same_vote(bad):
+def test_others_may_pass_leaves(bad):
     tx = jc.topk(0.9, value_dtype="float32", where="own", others=jc.plump_dp(where="small"))
     assert bypassing(tx.init(PARAMS), PARAMS) == {"['passed']"}
     (update, state), grads = update_of(tx), gradients()
@@ -208,7 +208,7 @@ def test_others_may_let_gradients_bypass_them_in_the_same_vote(bad):
 
 
 @pytest.mark.parametrize("bad", ["own", "passed"])
-def test_if_one_part_skips_so_do_both(bad):
+def test_parts_skip_together(bad):
     _, state, means, new = second(bad)
     assert new.metrics.skipped.tolist() == [1, 1]
     assert new.metrics.sent.tolist() == [0, 0]
@@ -217,7 +217,7 @@ def test_if_one_part_skips_so_do_both(bad):
         np.testing.assert_array_equal(after.rows, np.broadcast_to(before.rows, after.rows.shape))
 
 
-def test_a_second_exchange_costs_its_own_bytes_and_runs_on_a_mesh():
+def test_bytes_of_a_second_exchange():
     tx = jc.chain(jc.topk(0.9, where="own", others=jc.plump_dp()), optax.sgd(0.1))
     reference = jc.wire_report(jc.topk(0.9), {"own": PARAMS["own"]}, 4).received
     report = jc.wire_report(tx, PARAMS, 4)
@@ -233,14 +233,14 @@ def test_a_second_exchange_costs_its_own_bytes_and_runs_on_a_mesh():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), step(state, batch)[0].params, simulated)
 
 
-def test_outside_of_the_axis_it_is_refused():
+def test_outside_the_axis():
     for where in (WHERE, "none"):
         tx = jc.plump_dp(where=where)
         with pytest.raises(ValueError, match="got no axis 'data'"):
             tx.update(PARAMS, tx.init(PARAMS))
 
 
-def test_a_marked_gradient_that_differs_between_workers_is_refused():
+def test_a_local_gradient_that_passes():
     tx, mesh = jc.plump_dp(where=WHERE), jc.make_mesh(data=2)
     state = tx.init(PARAMS)
 
@@ -253,7 +253,7 @@ def test_a_marked_gradient_that_differs_between_workers_is_refused():
         jax.jit(step).trace(PARAMS)
 
 
-def test_a_nan_beside_leaves_without_elements_is_skipped():
+def test_empty_leaves_and_nan():
     """No number of theirs could carry it to the other workers; the rest is the same on all."""
     params = {"empty": np.zeros((0, 4), np.float32), "full": np.ones(3, np.float32)}
     tx = jc.topk(0.9, where="empty")
@@ -275,7 +275,7 @@ def test_a_nan_beside_leaves_without_elements_is_skipped():
         assert out["empty"].shape == (0, 4)
 
 
-def test_a_nan_beside_leaves_without_elements_is_skipped_by_the_second_exchange_too():
+def test_empty_leaves_of_a_second_exchange():
     params = {"empty": np.zeros((0, 4), np.float32), "full": np.ones(600, np.float32)}
 
     def loss_fn(params, batch):

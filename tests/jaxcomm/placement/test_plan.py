@@ -55,7 +55,7 @@ def plan(rate=1e8, **options):
     return make_plan(advice(rate), PARAMS, methods=METHODS, **options)
 
 
-def test_on_a_fast_link_all_is_dense_and_on_a_slow_one_little_is():
+def test_links_decide():
     assert {name for _, name in plan(1e13).tensors.values()} <= {"plump_dp", "plump_dp(bfloat16)", "plump_dp(float16)"}
     slow = plan(1e6)
     assert slow.tensors["fc/kernel"][1] in METHODS
@@ -63,13 +63,13 @@ def test_on_a_fast_link_all_is_dense_and_on_a_slow_one_little_is():
     assert slow.compute == pytest.approx(0.1)
 
 
-def test_a_plan_is_no_slower_than_any_method_for_all():
+def test_no_slower_than_one_method():
     for rate in (1e6, 1e8, 1e9, 1e10, 1e12):
         fastest = min(row.step for row in advice(rate).predictions)
         assert plan(rate).step <= fastest * 1.001, rate
 
 
-def test_the_budget_of_errors_is_kept():
+def test_the_budget():
     """On noise, the largest hundredth has a tenth of the squared norm, and two of 300 directions about the same."""
     assert {name for _, name in plan(1e6, error_budget=0.0).tensors.values()} == {"plump_dp"}
     free, half = plan(1e6), plan(1e6, error_budget=0.5)
@@ -83,7 +83,7 @@ def test_the_budget_of_errors_is_kept():
     assert exact.tensors["fc/kernel"][1] == "powersgd"  # all of this gradient has rank 2
 
 
-def test_a_plan_runs_as_it_says_and_in_one_step_for_all():
+def test_a_plan_runs():
     tx = MIXED.transformation()
     random = np.random.default_rng(0)
     gradients = jax.tree.map(lambda leaf: random.standard_normal((K, *leaf.shape)).astype(np.float32), PARAMS)
@@ -103,7 +103,7 @@ def test_a_plan_runs_as_it_says_and_in_one_step_for_all():
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(first(tx)(gradients)))
 
 
-def test_the_step_of_the_page_executes_a_plan(tmp_path, monkeypatch):
+def test_the_step_of_the_page(tmp_path, monkeypatch):
     """The step is run exactly as on the page; then it trains."""
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     (example,) = [block for block in blocks if "read_plan(" in block]
@@ -126,7 +126,7 @@ def test_the_step_of_the_page_executes_a_plan(tmp_path, monkeypatch):
     assert losses[-1] < losses[0]
 
 
-def test_a_file_comes_back_as_it_was(tmp_path):
+def test_files(tmp_path):
     file = tmp_path / "plan.json"
     MIXED.write(file)
     assert read_plan(file) == MIXED
@@ -151,7 +151,7 @@ def test_a_file_comes_back_as_it_was(tmp_path):
         read_plan(tmp_path / "missing.json")
 
 
-def test_a_plan_for_another_model_error():
+def test_another_model():
     MIXED.check(PARAMS, K)
     with pytest.raises(ValueError, match="must be for 4 workers; got 3"):
         MIXED.check(PARAMS, 3)
@@ -172,7 +172,7 @@ def with_layers(*layers, rate=1e6):
     return dataclasses.replace(advice(rate), layers=list(layers))
 
 
-def test_a_layer_multiplies_late_or_is_split_where_that_is_faster():
+def test_late_and_split_layers():
     free = plan(1e6)
     dear = make_plan(with_layers(layer("late", 1e3), layer("split", 1e3)), PARAMS, methods=METHODS)
     assert dear.tensors == free.tensors
@@ -203,7 +203,7 @@ def test_memory_splits_a_layer():
         make_plan(costs, PARAMS, methods={}, devices=[Device(memory=whole - 3 * shard - 100)])
 
 
-def test_a_model_that_is_not_cut_takes_the_memory_that_was_found():
+def test_memory_of_a_whole_model():
     """Parameters, gradient and momentum, and the loss's memory without its parameters."""
     state, activations = 4 * sum(leaf.size for leaf in jax.tree.leaves(PARAMS)), 10_000
     facts = dataclasses.replace(advice(1e6), memory=state + activations)
@@ -215,7 +215,7 @@ def test_a_model_that_is_not_cut_takes_the_memory_that_was_found():
 
 
 @pytest.mark.parametrize("way", ["late", "split"])
-def test_a_plan_with_dense_layers_trains_as_a_dense_one(way):
+def test_dense_layers_train(way):
     """Dense gradients and layers that reduce their own make the same steps, up to rounding."""
     reduced = ("fc/kernel", "fc/bias") if way == "late" else ("fc/kernel",)
     tensors = {path: (shape, way if path in reduced else "plump_dp") for path, (shape, _) in MIXED.tensors.items()}
@@ -248,7 +248,7 @@ def test_a_plan_with_dense_layers_trains_as_a_dense_one(way):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), result, expected)
 
 
-def test_a_method_that_a_file_cannot_hold_error():
+def test_methods_beyond_a_file():
     class Mine(type(jc.planner.costs.method_of(jc.topk(0.9), PARAMS))):
         """A user's own method, with the name of another."""
 
@@ -272,7 +272,7 @@ BLOCKS = [
 ]
 
 
-def test_stages_share_one_exchange_and_are_cut_where_that_is_fastest():
+def test_stages():
     planned = make_plan(
         advice(1e6), PARAMS, methods=METHODS, blocks=BLOCKS, devices=[Device(), Device(speed=2.0)],
         link_seconds_per_byte=[1e-6], link_seconds=[1e-4], micro_batches=4,
@@ -288,7 +288,7 @@ def blocks_of(workers):
     return [dataclasses.replace(block, seconds=0.2 / workers) for block in BLOCKS]
 
 
-def test_memory_makes_stages_and_what_fits_nowhere_error():
+def test_memory_makes_stages():
     def placed(memory):
         return place(
             4, PARAMS, lambda workers: advice(1e8, workers), blocks_of, methods=METHODS, seconds_per_byte=8e-8,
@@ -317,7 +317,7 @@ def test_memory_makes_stages_and_what_fits_nowhere_error():
         (ValueError("Nothing fits."), True),
     ],
 )
-def test_a_plan_is_optimal_if_no_other_way_can_be_faster(monkeypatch, slowest, is_proven):
+def test_optimality(monkeypatch, slowest, is_proven):
     """With two stages each exchange for all is a problem of its own; the slowest one is not solved as it should be."""
     monkeypatch.setattr(planning, "solve", lambda problem, **_: solve(problem))
 
@@ -343,7 +343,7 @@ def test_a_plan_is_optimal_if_no_other_way_can_be_faster(monkeypatch, slowest, i
 
 
 @pytest.mark.parametrize(("error", "is_proven"), [(NotInTimeError("No time."), False), (ValueError("No room."), True)])
-def test_a_placement_is_optimal_if_every_number_of_stages_is_solved(monkeypatch, error, is_proven):
+def test_optimality_of_a_placement(monkeypatch, error, is_proven):
     def solved(problem, **_):
         if len(problem.devices) == 2:
             raise error
@@ -356,7 +356,7 @@ def test_a_placement_is_optimal_if_every_number_of_stages_is_solved(monkeypatch,
     assert (placement.workers, placement.optimal) == (2, is_proven)
 
 
-def test_blocks_must_have_every_parameter_once():
+def test_blocks():
     for blocks in (BLOCKS[:1], [*BLOCKS, BLOCKS[0]], [ModelBlock("other", ("nowhere",), 0.1), *BLOCKS]):
         with pytest.raises(ValueError, match="Blocks must have every parameter once; got"):
             plan(1e8, blocks=blocks)

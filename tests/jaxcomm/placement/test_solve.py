@@ -90,7 +90,7 @@ def brute_force(problem):
 
 @pytest.mark.parametrize("gap", [0, 1e-3])
 @pytest.mark.parametrize("S", [1, 2, 3])
-def test_equals_brute_force(S, gap, monkeypatch):
+def test_brute_force(S, gap, monkeypatch):
     monkeypatch.setattr(assign, "_AT_ONCE", 2)  # so that few placements are many
     solved = 0
     for seed in range(150):
@@ -111,7 +111,7 @@ def test_equals_brute_force(S, gap, monkeypatch):
     assert solved > 50
 
 
-def test_one_stage_is_the_knapsack():
+def test_knapsack():
     # Bytes to save 4, 3, 2 by errors of 3, 2, 2; a budget of 4 allows the last two, which save more than the first.
     def tensor(name, saved, error):
         return Tensor(name, (Option("dense", 5.0), Option("topk", 5.0 - saved, error)))
@@ -154,14 +154,14 @@ def large(S):
 
 
 @pytest.mark.parametrize("S", [1, 8])
-def test_a_large_problem_is_solved(S):
+def test_a_large_problem(S):
     solution = solve(large(S), time_limit=60, gap=0.01)
     assert solution.optimal
     assert set(solution.stages) == set(range(S))
     assert cost(large(S), solution.stages, solution.options) == pytest.approx(solution.seconds)
 
 
-def test_placements_that_were_left_out_count_in_the_gap(monkeypatch):
+def test_gap(monkeypatch):
     monkeypatch.setattr(assign, "_KEPT", 1)
     missed = 0
     for seed in range(60):
@@ -213,11 +213,11 @@ BLOCK = Block("b", 1.0, 10, 8, (TENSOR,))
     (lambda: solve(Problem((BLOCK,)), gap="1"), "gap", "got '1'"),  # type: ignore
     (lambda: solve(large(2), time_limit=1e-9), "time limit", "1e-09 seconds"),
 )
-def test_bad_values_are_refused(call, said):
+def test_bad_values(call, said):
     refused(call, *said)
 
 
-def test_memory_that_nothing_fits():
+def test_too_little_memory():
     blocks = [Block(f"{b}", 1.0, memory) for b, memory in enumerate((5, 5, 7, 3))]
     problem = Problem(tuple(blocks), (Device(memory=20), Device(memory=9)), (0.0,), (0.0,))
     # Either three blocks in stage 0, which is 17, or two, and 10 in stage 1.
@@ -226,13 +226,13 @@ def test_memory_that_nothing_fits():
     refused(lambda: solve(problem), "got 16 bytes for stage 0", "needs 17", "1 bytes more")
 
 
-def test_a_budget_that_nothing_keeps():
+def test_too_small_a_budget():
     blocks = [Block(b, 1.0, tensors=(Tensor(b, (Option("topk", 1.0, 0.25), Option("sign", 0.5, 0.5))),)) for b in "ab"]
     assert solve(Problem(tuple(blocks), error_budget=0.5)).options == {"a": "topk", "b": "topk"}
     refused(lambda: solve(Problem(tuple(blocks), error_budget=0.4)), "got error_budget=0.4", "is 0.5")
 
 
-def test_memory_and_a_budget_that_cannot_both_be_kept():
+def test_memory_and_budget_exclude():
     options = (Option("topk", 1.0, 0.25, 9), Option("sign", 0.5, 0.5, 1))
     blocks = [Block(b, 1.0, 1, tensors=(Tensor(b, options),)) for b in "abc"]
     problem = Problem(tuple(blocks), (Device(memory=10), Device(memory=12)), (0.0,), (0.0,), error_budget=1.0)

@@ -43,7 +43,7 @@ def rapid(rate, methods=None, **options):
     return estimate(PARAMS, K, rate, copy=COPY, methods=methods or {"topk": jc.topk(0.99)}, **options)
 
 
-def test_a_model_all_of_whose_tensors_are_sent_dense():
+def test_a_model_of_small_tensors():
     """Its residual has no elements, and XLA places such arrays where it likes."""
     params = {"w": jnp.ones((16, 4))}
 
@@ -55,7 +55,7 @@ def test_a_model_all_of_whose_tensors_are_sent_dense():
     assert result["topk"].bytes == result["plump_dp"].bytes
 
 
-def test_a_rapid_estimate_by_hand(table):
+def test_rapid_by_hand(table):
     advice = rapid(1e8, latency=1e-3, compute=0.2)
     unit = COPY_BYTES * N * COPY  # seconds of a copy of the gradient
     dense, narrow, topk = (advice[name] for name in ("plump_dp", "plump_dp(bfloat16)", "topk"))
@@ -79,7 +79,7 @@ def test_a_rapid_estimate_by_hand(table):
     assert [row.step for row in advice.predictions] == sorted(row.step for row in advice.predictions)
 
 
-def test_at_its_break_even_a_method_is_as_fast_as_dense(table):
+def test_break_even(table):
     break_even = rapid(1e8, latency=1e-3)["topk"].break_even
     advice = rapid(break_even, latency=1e-3)
     assert advice["topk"].step == pytest.approx(advice["plump_dp(bfloat16)"].step)
@@ -90,7 +90,7 @@ def test_at_its_break_even_a_method_is_as_fast_as_dense(table):
     assert faster.verdict.startswith("keep dense")
 
 
-def test_too_little_to_gain_is_nothing_to_gain(table):
+def test_too_little_to_gain(table):
     """If it is between 1 and 1.05 times faster, or if the range of dense reaches below the best."""
     assert rapid(1e8, compute=10.0).keeps_dense
     slow, fast = rapid(1e6), rapid(1e12)
@@ -106,14 +106,14 @@ def test_too_little_to_gain_is_nothing_to_gain(table):
 
 
 @pytest.mark.parametrize(("low", "keeps_dense"), [(0.99, True), (1.01, False)])
-def test_a_gain_within_the_range_of_dense_is_too_uncertain(table, low, keeps_dense):
+def test_uncertain_gains(table, low, keeps_dense):
     best, *slower = rapid(1e6).predictions
     assert min(row.step for row in slower) > 1.5 * best.step
     rows = [best, *(dataclasses.replace(row, low=low * best.step) for row in slower)]
     assert _verdict_of_exchanges(rows)[1].startswith("keep dense") == keeps_dense
 
 
-def test_a_method_without_a_known_cost_is_measured_or_refused(table):
+def test_an_unknown_cost(table):
     with pytest.raises(ValueError, match=r"got mine\. Measure them"):
         rapid(1e8, {"mine": jc.sign()})
     local = rapid(1e8, {"local": jc.local_sgd(10, exchange=jc.topk(0.99)), "topk": jc.topk(0.99)})
@@ -126,7 +126,7 @@ def test_a_method_without_a_known_cost_is_measured_or_refused(table):
     assert local.verdict.endswith(f"local would be {gain:.2f}x faster than that, but trains in another way.")
 
 
-def test_the_shortest_period_of_a_local_method_by_hand(table):
+def test_shortest_periods_by_hand(table):
     """Its exchange (coding and wire) then takes a twentieth of the computing between two exchanges."""
     methods = {"local": jc.local_sgd(10, exchange=jc.topk(0.99)), "topk": jc.topk(0.99)}
     advice = rapid(1e6, methods, compute=0.1)
@@ -142,7 +142,7 @@ def test_the_shortest_period_of_a_local_method_by_hand(table):
     assert rapid(1e6, methods)["local"].shortest_period is None
 
 
-def test_layers_in_a_rapid_estimate_by_hand(table):
+def test_layers_by_hand(table):
     """All parameters are the layer's; the bias of a split layer is exchanged."""
     rows, rate, compute, kernel = 32, 1e8, 0.3, 240 * 400
     params = {"fc": {"kernel": jnp.zeros((240, 400)), "bias": jnp.zeros(400)}}
@@ -162,13 +162,13 @@ def test_layers_in_a_rapid_estimate_by_hand(table):
     assert make_plan(advice, params, methods={}).dense_layers == "split"
 
 
-def test_one_slow_worker_is_as_slow_as_all(table):
+def test_one_slow_worker(table):
     mixture, slow = rapid([1e7, 1e8, 1e8, 1e8]), rapid(1e7)
     assert [row.step for row in mixture.predictions] == [row.step for row in slow.predictions]
     assert mixture.link == slow.link == pytest.approx(1e7)
 
 
-def test_the_memory_of_a_loss_by_hand():
+def test_memory_by_hand():
     """With 256 rows per worker, 4,096 hidden numbers are kept for the backward pass, and little else."""
     bench, width, hidden = Bench(jc.make_mesh(data=2), "data"), 64, 4096
     params, batch = np.ones((width, hidden), np.float32), np.ones((512, width), np.float32)
@@ -178,7 +178,7 @@ def test_the_memory_of_a_loss_by_hand():
     assert expected <= memory < 2 * expected
 
 
-def test_the_shipped_table_has_every_candidate():
+def test_the_shipped_table():
     advice = estimate(PARAMS, 8, 1e9)
     assert {row.method for row in advice.predictions} == set(candidates())
     page = (Path(__file__).parents[3] / "docs" / "waiting.md").read_text()
@@ -198,7 +198,7 @@ def problem(rows=8):
     return loss_fn, params, batch
 
 
-def test_a_thorough_advice_times_everything_or_says_what_it_did_not():
+def test_thorough():
     mesh, options = jc.make_mesh(data=2), {"topk": jc.topk(0.9), "local": jc.local_sgd(3, exchange=jc.plump_dp())}
     before = jax.tree.map(np.array, problem()[1])
     advice = advise(*problem(), mesh, optimizer=optax.adam(1e-3), methods=options, seconds=3600.0)
@@ -221,7 +221,7 @@ def test_a_thorough_advice_times_everything_or_says_what_it_did_not():
     }
 
 
-def test_input_that_cannot_be_advised_on_is_refused(monkeypatch):
+def test_bad_input(monkeypatch):
     loss, params, batch = problem()
     mesh = jc.make_mesh(data=2)
     with monkeypatch.context() as no_device:
@@ -249,7 +249,7 @@ def test_input_that_cannot_be_advised_on_is_refused(monkeypatch):
             estimate(PARAMS, K, 1e8, copy=bad)  # type: ignore
 
 
-def test_the_command_line_says_it_by_its_exit_code(tmp_path, capsys):
+def test_exit_codes(tmp_path, capsys):
     name = f"{__name__}:problem"
     file = tmp_path / "advice.json"
     slow = [name, "--rate", "1mbit", "--workers", "4", "--json", str(file)]

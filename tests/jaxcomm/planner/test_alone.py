@@ -18,7 +18,7 @@ K = 3
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if not case.is_variant], ids=str)
-def test_no_collective_is_left_and_shapes_are_those_of_all_workers(case):
+def test_no_collective_is_left(case):
     tx, shapes = case.make(), trees.shapes_of("pair")
     gradients = jax.tree.map(lambda like: jnp.ones(like.shape, like.dtype), shapes)
     state = without_wire(tx.init, K)(gradients)
@@ -29,7 +29,7 @@ def test_no_collective_is_left_and_shapes_are_those_of_all_workers(case):
     assert program.out_avals == with_others.out_avals
 
 
-def test_one_computes_alone_what_workers_with_equal_gradients_receive():
+def test_numbers_of_one_worker():
     """A gather returns K copies of the worker's own payload, as if all had the same."""
     tx = jc.topk(0.9, collective="gather")
     gradient = {"w": jnp.asarray(np.random.default_rng(0).standard_normal((40, 60)).astype(np.float32))}
@@ -43,7 +43,7 @@ def test_one_computes_alone_what_workers_with_equal_gradients_receive():
     np.testing.assert_allclose(single, result[0], rtol=1e-6)
 
 
-def test_collectives_in_loops_and_branches_are_replaced_too():
+def test_loops_and_branches():
     def program(x):
         def body(carry, row):
             return carry + lax.psum(row, "data"), lax.all_gather(row, "data")
@@ -67,7 +67,7 @@ def test_collectives_in_loops_and_branches_are_replaced_too():
     np.testing.assert_allclose(jitted, x / K)
 
 
-def test_axes_are_those_of_the_program():
+def test_axes():
     with pytest.raises(ValueError, match="no axis 'workers'"):
         without_wire(jc.topk(0.9, axis_name="workers").update, K)(jnp.ones(600), jc.topk(0.9).init(jnp.ones(600)))
     size = without_wire(lambda x: x * lax.axis_size("data") * lax.axis_size("slice"), (2, 3), ("slice", "data"))(

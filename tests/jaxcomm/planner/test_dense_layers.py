@@ -31,12 +31,12 @@ def test_bytes_by_hand():
     assert rows_["wide", "late"].tensors == ("wide/kernel",)
 
 
-def test_a_layer_is_split_only_evenly_and_along_one_axis():
+def test_even_splits():
     assert {way for _, way in layers({"fc/kernel": np.zeros((N, M + 1))}, {"fc": B})} == {"late"}
     assert {way for _, way in layers(sizes=(2, 2), axis_name=("slice", "data"))} == {"late"}
 
 
-def test_layers_that_cannot_be_asked_about_are_refused():
+def test_bad_layers():
     with pytest.raises(ValueError, match="must have a kernel \\(N, M\\); got none at 'gone/kernel'"):
         layers(rows={"gone": B})
     with pytest.raises(ValueError, match=r"must have a kernel \(N, M\); got \(12,\)"):
@@ -44,7 +44,7 @@ def test_layers_that_cannot_be_asked_about_are_refused():
     refused(lambda: layers(rows={"fc": 18}), "rows of 'fc'", "got 18")
 
 
-def test_a_layer_that_is_split_updates_its_shard_alone(monkeypatch):
+def test_a_split_layer_updates_its_shard(monkeypatch):
     """If an update takes a second per element, and a product takes no time."""
     params = {
         name: np.zeros((N, width), np.float32) for name, width in (("a/kernel", M), ("b/kernel", 2 * M), ("c", 5))
@@ -64,7 +64,7 @@ def test_a_layer_that_is_split_updates_its_shard_alone(monkeypatch):
 
 
 @pytest.mark.slow
-def test_an_advice_compares_them():
+def test_advice():
     random = np.random.default_rng(0)
     params = {
         "conv": np.eye(N, dtype=np.float32),

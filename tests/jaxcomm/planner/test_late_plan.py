@@ -22,7 +22,7 @@ PARAMS = {
 
 
 @pytest.mark.parametrize("workers", [2, 4, 96])
-def test_the_crossover_is_the_papers_formula(workers):
+def test_crossover_formula(workers):
     for path, (n, m) in ALEXNET.items():
         equal = 2 * n * m / (n + m)
         for rows in (int(equal) // workers * workers, -(-int(equal + 1) // workers) * workers):
@@ -32,7 +32,7 @@ def test_the_crossover_is_the_papers_formula(workers):
     assert int(jc.planner.plan_late_multiply(ALEXNET, 192, workers).layers[0].crossover) == 5671
 
 
-def test_bytes_in_numbers_and_words():
+def test_numbers_and_words():
     plan = jc.planner.plan_late_multiply(ALEXNET, 1792, 4)
     first, _, last = plan.layers
     assert first.bytes_late == 3 * 448 * (9216 + 4096) * 4
@@ -45,7 +45,7 @@ def test_bytes_in_numbers_and_words():
     assert "fc8 (4,096 x 1,000): reduce, late 27,396,096 bytes > reduce 24,576,000; equal at a batch of 1,608" in text
 
 
-def test_half_the_bytes_double_the_crossover_and_round_up_to_words():
+def test_half_the_bytes():
     wide, narrow = (
         jc.planner.plan_late_multiply({"a": (7, 3)}, 15, 3, activation_bytes=size).layers[0] for size in (4, 2)
     )
@@ -54,7 +54,7 @@ def test_half_the_bytes_double_the_crossover_and_round_up_to_words():
     assert [traffic.operand_bytes for traffic in narrow.late] == [72, 32]
 
 
-def test_another_exchange_is_asked_for_its_bytes_of_the_kernel_alone():
+def test_another_exchange():
     exchange = jc.dct_dp(0.99)
     plan = jc.planner.plan_late_multiply(ALEXNET, 256, 4, exchange)
     assert [layer.is_late for layer in plan.layers] == [False, False, False]
@@ -73,7 +73,7 @@ def test_another_exchange_is_asked_for_its_bytes_of_the_kernel_alone():
     )
 
 
-def test_parameters_are_searched_for_matrices_of_the_name_kernel():
+def test_names_of_kernels():
     plan = jc.planner.plan_late_multiply(PARAMS, 8, 4)
     assert {layer.path: layer.shape for layer in plan.layers} == {"blocks/1": (40, 30), "last/layer": (30, 3)}
     assert (plan.mode("blocks/1"), plan.mode("last/layer")) == ("late", "reduce")
@@ -86,7 +86,7 @@ def test_parameters_are_searched_for_matrices_of_the_name_kernel():
         {"blocks/1/kernel": (40, 30), "last": {"layer": {"kernel": (30, 3)}}},
     ],
 )
-def test_kernel_and_bias_of_late_layers_are_marked(kernels):
+def test_marks(kernels):
     plan = jc.planner.plan_late_multiply(kernels, 4, 4)
 
     def is_marked(path, leaf):
@@ -100,7 +100,7 @@ def test_kernel_and_bias_of_late_layers_are_marked(kernels):
     }
 
 
-def test_one_worker_receives_nothing_in_either_way():
+def test_one_worker():
     layer = jc.planner.plan_late_multiply({"a": (7, 3)}, 5, 1).layers[0]
     assert (layer.is_late, layer.bytes_late, layer.bytes_reduce, layer.crossover) == (False, 0, 0, float("inf"))
 
@@ -118,9 +118,9 @@ def test_one_worker_receives_nothing_in_either_way():
         (({"a": (7, 0)}, 8, 4), "got (7, 0) at 'a'"),
     ],
 )
-def test_what_cannot_be_planned_is_refused(arguments, value):
+def test_bad_plans(arguments, value):
     refused(lambda: jc.planner.plan_late_multiply(*arguments), value)
 
 
-def test_a_layer_that_the_plan_does_not_know_is_refused():
+def test_an_unknown_layer():
     refused(lambda: jc.planner.plan_late_multiply(ALEXNET, 8, 4).mode("fc9"), "got 'fc9'", "fc6, fc7, fc8")

@@ -21,7 +21,7 @@ def report(tx, workers=K):
     return jc.wire_report(tx, PARAMS, workers)
 
 
-def test_a_given_link_by_hand():
+def test_one_link_by_hand():
     wire = given_links(1e6, latency=0.01).wire(report(jc.plump_dp()))
     assert wire.latency == pytest.approx(2 * (K - 1) * 0.01)
     assert wire.transfer == pytest.approx(2 * (K - 1) / K * 4 * N * 8 / 1e6)
@@ -34,7 +34,7 @@ def test_a_given_link_by_hand():
     assert single.seconds == 0
 
 
-def test_links_that_differ_by_hand():
+def test_several_links_by_hand():
     """In a ring, the slowest link counts; in an all-to-all, the worker with the longest messages, one after another."""
     operand, ring = 4000, [2e6, 1e6, 4e6, 4e6]  # bytes; from each worker to the next
     rates = np.full((K, K), 8e6)
@@ -58,14 +58,14 @@ def test_links_that_differ_by_hand():
         seconds([1e6] * 3, "all_reduce")
 
 
-def test_a_local_method_pays_once_in_its_period():
+def test_periods():
     links = given_links(1e6, latency=0.01)
     steps, tenth = links.wire(report(jc.plump_dp())), links.wire(report(jc.local_sgd(10, exchange=jc.plump_dp())))
     assert tenth.seconds == pytest.approx(steps.seconds / 10)
     assert tenth.error == pytest.approx(steps.error / 10)
 
 
-def test_measured_sizes_are_joined_by_lines():
+def test_lines_between_sizes():
     link = Link(((0.0, 0.001), (1000.0, 0.002), (10000.0, 0.02)), 0.1)
     assert link.seconds(0) == 0.001
     assert link.seconds(500) == pytest.approx(0.0015)
@@ -79,7 +79,7 @@ def test_measured_sizes_are_joined_by_lines():
         links.wire(report(jc.topk(0.9, collective="gather")))
 
 
-def test_what_runs_several_times_and_what_is_rare():
+def test_loops_and_branches():
     link = Link(((0.0, 0.5), (1.0, 1.5)), 0.0)
     links = Links({("permute", ("data",)): link})
     program = Program([Traffic("permute", 3, 2, times=4, axes=("data",))])
@@ -88,7 +88,7 @@ def test_what_runs_several_times_and_what_is_rare():
     assert (wire.latency, wire.transfer) == (4 * 0.5, 4 * 3.0)
 
 
-def test_the_collectives_of_programs_are_measured_on_a_mesh():
+def test_measured_collectives():
     programs = [report(tx, 2).program for tx in (jc.plump_dp(), jc.quant_dp(8, collective="two_shot"))]
     links = measure_links(jc.make_mesh(data=2), programs)
     assert set(links.table) == {(op, ("data",)) for op in ("all_reduce", "all_to_all", "all_gather")}
@@ -102,7 +102,7 @@ def test_the_collectives_of_programs_are_measured_on_a_mesh():
         measure_links(jc.make_mesh(other=2), programs)
 
 
-def test_all_reduces_of_few_bytes_a_number_are_measured_by_type():
+def test_measured_types():
     """Gloo sums float16 in software, unlike float32, whose link stands for all types that were not measured."""
     programs = [report(tx, 2).program for tx in (jc.plump_dp(), jc.plump_dp(value_dtype="float16"))]
     links = measure_links(jc.make_mesh(data=2), programs)
@@ -121,16 +121,16 @@ def test_all_reduces_of_few_bytes_a_number_are_measured_by_type():
     [0.0, float("nan"), [1e9, -1e9], [[0.0, 1e9], [0.0, 0.0]], [], [[1e9, 1e9], [1e9]], [[1e9] * 3] * 2],
     ids=["zero", "nan", "negative", "one way", "none", "ragged", "not square"],
 )
-def test_rates_that_cannot_be_are_refused(rate):
+def test_bad_rates(rate):
     refused(lambda: given_links(rate, 0.0), "rate must be ")
 
 
 @pytest.mark.parametrize("latency", [-1.0, None])
-def test_latencies_that_cannot_be_are_refused(latency):
+def test_bad_latencies(latency):
     refused(lambda: given_links(1e9, latency), "latency must be ", f"got {latency}")
 
 
-def test_the_start_of_a_program_is_not_of_the_latency(monkeypatch):
+def test_start_of_a_program(monkeypatch):
     """A collective that sleeps 20 ms, in programs that each take 50 ms more."""
 
     def sleeping(x, axes):

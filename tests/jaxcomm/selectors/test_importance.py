@@ -31,7 +31,7 @@ def parts_of(vector, layout=LAYOUT):
     return [np.asarray(vector)[start : start + size] for start, size in zip(starts, layout.sizes, strict=False)]
 
 
-def test_importance_is_relative_to_the_weight_and_finite():
+def test_importance():
     v, w = np.asarray([1, -3, 0, 0, 3e38, -2], np.float32), np.asarray([2, -0.5, 0, 5, 0, 0], np.float32)
     result = jax.jit(importance, static_argnums=2)(v, w, 0.5)
     np.testing.assert_allclose(result, [0.4, 3, 0, 0, MAX, 4], rtol=1e-6)
@@ -39,7 +39,7 @@ def test_importance_is_relative_to_the_weight_and_finite():
 
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30, 3e37, 3.4e38])
 @pytest.mark.parametrize("offset", [0.0, 3.0])
-def test_moments_of_numbers_of_any_size(scale, offset):
+def test_moments(scale, offset):
     """Squares of the large ones are infinite, and inverses of the largest are subnormal."""
     rng = np.random.default_rng(0)
     parts = [rng.normal(size=size) + offset for size in SIZES]
@@ -58,18 +58,18 @@ def test_moments_of_numbers_of_any_size(scale, offset):
         np.testing.assert_allclose(q[i] / scale, value.var() / value.mean(), rtol=1e-4, atol=1e-10)
 
 
-def test_zeros_have_no_spread():
+def test_zeros():
     assert not np.any(spread(np.zeros(LAYOUT.n, np.float32), LAYOUT))
 
 
-def test_the_largest_of_every_segment():
+def test_largest_of_segments():
     parts = [np.abs(np.random.default_rng(1).normal(size=size)) for size in SIZES]
     expected = [part.max() for part in parts]
     np.testing.assert_allclose(segment_max(vector_of(parts), LAYOUT), expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("random", [False, True])
-def test_what_is_above_the_threshold_of_its_segment_is_marked(random):
+def test_thresholds(random):
     rng = np.random.default_rng(2)
     values = [np.where(rng.random(size) < 0.2, 0, np.abs(rng.normal(size=size))).astype(np.float32) for size in SIZES]
     u = rng.random(LAYOUT.n).astype(np.float32)
@@ -84,7 +84,7 @@ def test_what_is_above_the_threshold_of_its_segment_is_marked(random):
 
 
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (10, 10), (10, 3), (2049, 205), (1000, 999), (2**30, 7)])
-def test_strata_are_cut_and_drawn_as_documented(n, k):
+def test_strata(n, k):
     u = np.random.default_rng(n).random(k).astype(np.float32)
     u[[0, -1]] = 0, np.float32(1 - 2**-24)  # which times a large width is the width
     width, longer = divmod(n, k)
@@ -96,7 +96,7 @@ def test_strata_are_cut_and_drawn_as_documented(n, k):
         assert len(set(result.tolist())) == k
 
 
-def test_every_slot_gets_a_coordinate_of_its_own_segment():
+def test_slots_of_segments():
     layout = layout_of(lambda n: max(1, n // 3))
     slots = jax.jit(select_strata, static_argnums=1)(noise.make_key(5), layout)
     assert np.all(slots.filled)
@@ -110,7 +110,7 @@ def test_every_slot_gets_a_coordinate_of_its_own_segment():
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30, 8.6e37, 3.4e38])
-def test_division_by_a_shared_scale(scale):
+def test_division_by_a_scale(scale):
     """Plain x / scale gives zeros above 8.5e37: XLA multiplies by the inverse, and flushes that to zero."""
     x = (np.linspace(-1, 1, 101) * scale).astype(np.float32)
     rows = np.stack([x, x / 2])

@@ -84,7 +84,7 @@ def check_with_ties(parts, k, selected, threshold):
 
 @pytest.mark.parametrize("fraction", [0, 0.3, 0.9, 1])
 @hypothesis.given(kind=kinds, seed=seeds)
-def test_the_kth_largest_is_found_and_marked_with_its_ties(fraction, kind, seed):
+def test_ties(fraction, kind, seed):
     parts = segments(kind, seed)
     k = np.asarray([size - int(fraction * size) + 1 for size in SIZES], np.int32)
     check_with_ties(parts, k, *jitted(select_with_ties, QUARTER)(Stored(vector_of(parts)), k=k))
@@ -105,7 +105,7 @@ def slots_of(layout):
 
 @pytest.mark.parametrize("density", [0.0005, 0.01, 0.1])
 @hypothesis.given(kind=kinds, seed=seeds)
-def test_the_kth_largest_of_large_tensors_is_found_and_marked_with_its_ties(density, kind, seed):
+def test_ties_of_large_tensors(density, kind, seed):
     layout = large(density)
     assert not bracket._FEW * sum(bracket._rooms(layout)) > layout.n
     parts, k = segments(kind, seed, LARGE), slots_of(layout)
@@ -129,7 +129,7 @@ def unlike_the_sample(misses, layout):
 
 
 @pytest.mark.parametrize("misses", ["above", "below"])
-def test_a_bracket_that_a_sample_has_wrong_is_found_out(misses, monkeypatch):
+def test_wrong_brackets(misses, monkeypatch):
     """If the largest are all outside the sample, or all in it, every coordinate is checked."""
     layout, calls = large(0.01), []
     parts = parts_of(unlike_the_sample(misses, layout), LARGE)
@@ -142,7 +142,7 @@ def test_a_bracket_that_a_sample_has_wrong_is_found_out(misses, monkeypatch):
 
 
 @pytest.mark.parametrize("select", ["topk", "with ties"])
-def test_fewer_nonzeros_than_k_are_all_marked_even_where_the_bracket_has_no_room_for_them(select):
+def test_fewer_nonzeros_than_k(select):
     """The sample sees the 300 largest and then zeros; the 19,000 others are between its numbers."""
     layout = plan_layout([jax.ShapeDtypeStruct((2_000_000,), np.float32)], dense_below=0, capacity=lambda n: 20_000)
     assert bracket._rooms(layout)[0] < 19_000
@@ -156,7 +156,7 @@ def test_fewer_nonzeros_than_k_are_all_marked_even_where_the_bracket_has_no_room
         check_with_ties(parts, slots_of(layout), *jitted(select_with_ties, layout)(Stored(x), k=slots_of(layout)))
 
 
-def test_large_tensors_on_a_mesh_where_some_worker_has_ties():
+def test_ties_on_a_mesh():
     """Each worker finds its own: by its bracket, or, if half of its numbers are equal, among all numbers."""
     layout = large(0.01)
     rows = np.stack([vector_of(segments(kind, 0, LARGE)) for kind in ("normal", "ties")])
@@ -175,7 +175,7 @@ def test_large_tensors_on_a_mesh_where_some_worker_has_ties():
 
 
 @hypothesis.given(kind=kinds, seed=seeds)
-def test_thresholds_are_reached_and_zeros_never_marked(kind, seed):
+def test_thresholds(kind, seed):
     parts = segments(kind, seed)
     rng = np.random.default_rng(seed)
     tau = np.asarray([abs(rng.choice(part)) if rng.random() < 0.8 else 0 for part in parts], np.float32)
@@ -194,7 +194,7 @@ def check_topk(parts, layout, words):
 
 @pytest.mark.parametrize("layout", [QUARTER, layout_of(lambda n: n), layout_of(lambda n: 1)], ids=["1/4", "all", "one"])
 @hypothesis.given(kind=kinds, seed=seeds)
-def test_topk_marks_exactly_k_with_ties_to_the_lowest_index(layout, kind, seed):
+def test_topk(layout, kind, seed):
     parts = segments(kind, seed)
     selected = jitted(select_topk, layout)(Stored(vector_of(parts)))
     check_topk(parts, layout, selected.words)
@@ -203,7 +203,7 @@ def test_topk_marks_exactly_k_with_ties_to_the_lowest_index(layout, kind, seed):
 
 @pytest.mark.parametrize("density", [0.0005, 0.01, 0.1])
 @hypothesis.given(kind=kinds, seed=seeds)
-def test_topk_of_large_tensors_is_exact(density, kind, seed):
+def test_topk_of_large_tensors(density, kind, seed):
     layout, parts = large(density), segments(kind, seed, LARGE)
     selected = jitted(select_topk, layout)(Stored(vector_of(parts)))
     check_topk(parts, layout, selected.words)
@@ -211,7 +211,7 @@ def test_topk_of_large_tensors_is_exact(density, kind, seed):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_topk_of_large_tensors_with_fewer_than_there_are_slots(kind):
+def test_topk_of_few_nonzeros(kind):
     """Counts of a warm-up, from 1 to the size, have no part in the planned room for candidates."""
     layout, parts = large(0.01), segments(kind, 3, LARGE)
     k = np.asarray([1, 20_000, 4_999, 1, 200_001], np.int32)
@@ -220,7 +220,7 @@ def test_topk_of_large_tensors_with_fewer_than_there_are_slots(kind):
 
 
 @pytest.mark.parametrize("misses", ["above", "below"])
-def test_topk_is_exact_where_a_bracket_is_wrong(misses):
+def test_topk_with_wrong_brackets(misses):
     layout = large(0.01)
     x = unlike_the_sample(misses, layout)
     parts = parts_of(x, LARGE)
@@ -229,7 +229,7 @@ def test_topk_is_exact_where_a_bracket_is_wrong(misses):
 
 
 @pytest.mark.parametrize("select", ["topk", "threshold"])
-def test_a_sum_is_selected_from_and_is_ok_if_its_numbers_can_be_accumulated(select):
+def test_sums(select):
     layout = large(0.01)
     rng = np.random.default_rng(0)
     gradient, residual = (vector_of([rng.normal(size=n).astype(np.float32) for n in LARGE]) for _ in range(2))
@@ -259,7 +259,7 @@ def test_a_sum_is_selected_from_and_is_ok_if_its_numbers_can_be_accumulated(sele
 
 
 @hypothesis.given(density=st.sampled_from([0, 0.01, 0.25, 0.3, 1]), seed=seeds)
-def test_compact_gives_slots_lowest_index_first_and_counts_the_rest(density, seed):
+def test_compact(density, seed):
     rng = np.random.default_rng(seed)
     masks = [rng.random(size) < density for size in SIZES]
     words = np.packbits(vector_of(masks), bitorder="little").view(np.uint32)
@@ -291,14 +291,14 @@ def test_compact_gives_slots_lowest_index_first_and_counts_the_rest(density, see
         (10**7, 1e-5, 9_999_900),
     ],
 )
-def test_kept_counts_as_the_decimal_number_says(n, sparsity, expected):
+def test_decimal_counts(n, sparsity, expected):
     """100 * 0.29 is 28.999999999999996 in binary floating point."""
     assert n_kept(n, sparsity) == expected
     assert dropped(n, sparsity) == n - expected or expected == 1
 
 
 @pytest.mark.parametrize("turn", [0.0, 0.3, 0.75, 0.9999999])
-def test_an_overfull_segment_is_begun_where_its_turn_is(turn):
+def test_turns_of_an_overfull_segment(turn):
     """From a start offset on, wrapping around, as many as there are slots; other segments are sent whole."""
     rng = np.random.default_rng(5)
     parts = [rng.random(size) < density for size, density in zip(SIZES, (1.0, 0.6, 0.05, 0.9), strict=True)]
@@ -317,7 +317,7 @@ def test_an_overfull_segment_is_begun_where_its_turn_is(turn):
 
 
 @pytest.mark.slow
-def test_all_of_an_overfull_mask_have_their_turn():
+def test_turns_reach_all():
     words = np.packbits(vector_of([np.ones(size, bool) for size in SIZES]), bitorder="little").view(np.uint32)
     union = [np.zeros(size, bool) for size in SIZES]
     for turn in np.arange(0, 1, 0.1, np.float32):
