@@ -5,12 +5,13 @@ A method is a frozen dataclass of its hyper-parameters, a subclass of `Exchange`
 ask the method itself what it keeps and does.
 """
 
+import contextlib
 import functools
 import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, NamedTuple, ParamSpec, TypeGuard, cast
+from typing import Annotated, Any, ClassVar, NamedTuple, ParamSpec, TypeGuard, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from jaxcomm.checks import check_range, rules_of
+from jaxcomm.checks import Rule, check_range, rules_of
 from jaxcomm.collectives.axis import AxisName, axis_names, axis_size, check_per_worker, is_tracked, to_varying, varies
 from jaxcomm.collectives.sparse import Accumulated
 from jaxcomm.kernels import noise
@@ -33,6 +34,17 @@ SCOPE = "jaxcomm.update"  # the `jax.named_scope` of a whole exchange, with all 
 # Chooses leaves: a regular expression that is searched for in a leaf's path ("encoder/kernel"), or a function of the
 # path and the leaf, which may read the leaf's shape and dtype.
 Where = str | Callable[[str, Any], bool]
+
+
+def _is_where(where: object) -> bool:
+    with contextlib.suppress(re.error):
+        return where is None or callable(where) or (isinstance(where, str) and bool(re.compile(where)))
+    return False
+
+
+_WHERE = Rule(
+    "a regular expression of paths, (path, leaf) -> bool, or None", _is_where, 'Paths are as in "encoder/kernel"'
+)
 
 
 @jax.tree_util.register_dataclass
@@ -170,7 +182,7 @@ class Exchange:
         and outside the axis of workers.
     """
 
-    where: Where | None = None
+    where: Annotated[Where | None, _WHERE] = None
     others: optax.GradientTransformation | None = field(default=None, compare=False)
     axis_name: Any = "data"
     checksum: bool = False
@@ -304,9 +316,10 @@ class Exchange:
         if jax.tree.leaves(inside):
             return self.init_chosen(inside).replace(others=second_state)
         if self.others is not None:
+            paths = [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
             raise ValueError(
-                f"where must choose some parameters; got {self.where!r}, which chooses none. Paths are as in "
-                f"{leaf_name(jax.tree_util.tree_leaves_with_path(params)[0][0])!r}."
+                f"where must choose some parameters; got {self.where!r}, which chooses none of {len(paths)}. Paths are "
+                f"as in {[*paths, 'encoder/kernel'][0]!r}."
             )
         return self.first_state()
 

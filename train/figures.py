@@ -12,6 +12,7 @@ from train.metrics import Evaluation
 from train.tables import setting_of
 
 HUGE = 1e100  # a value that no axis can show
+LONGEST = 60  # characters of a line's name in a figure
 BYTES = "bytes received by each worker"
 
 
@@ -187,7 +188,9 @@ def draw_panels(panels: Mapping[str, Sequence[Line]], label: str, *, logarithmic
             labelled = set()
             for line in sorted(lines, key=lambda line: line.style == "thin"):  # the legend shows the bold ones
                 y = [y if abs(y) < HUGE and (y > 0 or not is_logarithmic) else math.nan for y in line.y]
-                line_label = None if line.label in labelled else line.label
+                # Matplotlib hides labels with a leading "_", and has no room for long ones.
+                text = line.label if len(line.label) <= LONGEST else f"{line.label[: LONGEST - 3]}..."
+                line_label = None if line.label in labelled else f"\u200b{text}" if text.startswith("_") else text
                 labelled.add(line.label)
                 panel.plot(line.x, y, label=line_label, color=Line.colour(line.number), **styles[line.style])
             has_bytes = name == BYTES and any(x > 0 for line in lines for x in line.x)

@@ -22,7 +22,7 @@ from train.tables import reading
 
 RUNS, LOCK = "runs.json", "lock"  # files of a run's folder
 METRICS, SETTINGS = "metrics.jsonl", "settings.json"  # files of a method's folder in it
-LINE = {"step", "loss", "overflow", "skipped", "bytes_received"}  # what every line of METRICS has
+LINE = {"step", "loss", "sent", "overflow", "skipped", "bytes_received"}  # what every line of METRICS has
 
 
 @contextlib.contextmanager
@@ -97,17 +97,17 @@ def _removed_if_empty(folder: Path) -> Iterator[None]:
 
 
 def _take(out: Path, name: str) -> int:
-    if out.exists() and not out.is_dir():
-        raise NotADirectoryError(f"--out must be a folder; got the file {out}. Name another.")
-    out.mkdir(parents=True, exist_ok=True)
-    number = 1
-    while True:
-        try:
-            _folder(out, name, number).mkdir()
-        except FileExistsError:
-            number += 1
-        else:
-            return number
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for number in itertools.count(1):
+            with contextlib.suppress(FileExistsError):
+                _folder(out, name, number).mkdir()
+                return number
+    except OSError as error:
+        raise OSError(
+            f"--out must be a folder in which folders can be made; got {str(out)!r}: {error.strerror}. Name another."
+        ) from None
+    raise AssertionError
 
 
 def _last(out: Path, name: str) -> int:
@@ -164,7 +164,7 @@ def read_runs(folder: Path) -> list[str] | None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Returns the lines of a method's metrics, one a step, with NaN for null.
+    """Returns the lines of a method's metrics, one a step without a gap, with NaN for null.
 
     A half line at the end is left out: a run is writing it, or was killed.
 
@@ -180,7 +180,8 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
                 line = {name: math.nan if value is None else value for name, value in json.loads(text).items()}
                 if not all(isinstance(value, int | float) for value in line.values()):
                     raise ValueError(line)
-                if not isinstance(line["step"], int) or line["step"] < 1 or not line.keys() >= LINE:
+                step = records[-1]["step"] + 1 if records else line["step"]
+                if not isinstance(step, int) or step < 1 or line["step"] != step or not line.keys() >= LINE:
                     raise ValueError(line)
             records.append(line)
     return records

@@ -17,6 +17,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
+from jaxcomm.checks import check_count
+
 AxisName = str | tuple[str, ...]  # the workers may be along several axes of a mesh
 
 # An axis of size 1, along which parameters are made to differ to see what depends on them: JAX tracks it like any other
@@ -54,11 +56,11 @@ def check_workers(workers: int | tuple[int, ...], axis_name: AxisName) -> tuple[
     """Returns the number of simulated workers along each axis.
 
     Raises:
-      ValueError: for fewer than one, or another number of axes.
+      ValueError: for what is no integer of at least 1, or another number of axes.
     """
     sizes = workers if isinstance(workers, tuple) else (workers,)
-    if min(sizes, default=1) < 1:
-        raise ValueError(f"workers must be at least 1; got {workers}. Pass a mesh or a positive integer.")
+    for size in sizes:
+        check_count("workers", size, 1, "Pass a mesh or a positive integer")
     if len(sizes) != len(axis_names(axis_name)):
         raise ValueError(
             f"workers must have one number for each axis of workers; got {workers} for axis_name={axis_name!r}. Pass a "

@@ -68,12 +68,9 @@ def test_no_exchange():
         init_state(PARAMS, optax.chain(optax.clip(1.0), optax.adam(0.1)), 2)
 
 
-@pytest.mark.parametrize("workers", [0, -3])
+@pytest.mark.parametrize("workers", [0, -3, 2.5, None])
 def test_no_worker(workers):
-    with pytest.raises(
-        ValueError, match=f"workers must be at least 1; got {workers}. Pass a mesh or a positive integer"
-    ):
-        init_state(PARAMS, TX, workers)
+    refused(lambda: init_state(PARAMS, TX, workers), "workers", "at least 1", f"got {workers}")
 
 
 def test_no_number_of_workers():

@@ -1,8 +1,10 @@
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -115,6 +117,13 @@ def test_early_failures_leave_nothing(tmp_path):
     with pytest.raises(OSError, match="full"), run_folder(out, "digits", resume=True):
         raise OSError("full")
     assert (out / "digits" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("out", ["/dev/null", "/dev/null/runs", "/proc/runs", "/dev/full/\udcff"])
+def test_a_folder_that_cannot_be_made_is_named_with_the_option(out):
+    message = re.escape(f"--out must be a folder in which folders can be made; got {out!r}: ")
+    with pytest.raises(OSError, match=message), run_folder(Path(out), "digits", resume=False):
+        pass
 
 
 @pytest.mark.parametrize("is_there", [False, True])

@@ -256,7 +256,7 @@ def test_folders_and_resume(tmp_path, capsys):
         (["--dataset", "letters"], ["letters", "digits"]),
         (["--dataset", "mnist", "--data-dir", "/nowhere"], ["/nowhere"]),
         (["--json", "."], ["--json must be a file; got the folder .", "Name a file in it"]),
-        (["--out", "/dev/null"], ["--out must be a folder; got the file /dev/null"]),
+        (["--out", "/dev/null"], ["--out must be a folder in which", "got '/dev/null'"]),
         (["--resume"], ["--resume must go on with a run that has begun", "Leave --resume out"]),
         (["--momentum", "1.0", "method:dgc"], ["momentum", "below 1", "got 1.0"]),
         (["method:iwp", "--method.publishers", "5"], ["publishers must be at most the number of workers, 4; got 5"]),

@@ -5,6 +5,7 @@ import json
 import math
 import re
 import shutil
+import warnings
 from html.parser import HTMLParser
 
 import matplotlib.colors
@@ -237,8 +238,18 @@ def test_lines_over_steps_alone(folder, figures):
     assert has_lines == [True] + [has for title in TITLES[1:] for has in (title != "Density", False)]
 
 
+@pytest.mark.parametrize("name", ["_hidden", "x" * 200])
+def test_any_name_of_a_folder_is_in_the_legend(name, tmp_path):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / METRICS).write_text(LINE)
+    with warnings.catch_warnings(action="error"):
+        assert main(["report", str(tmp_path)]) == 0
+    legends = re.findall(r"<text [^>]*>([^<]*)</text>", (tmp_path / "report.html").read_text())
+    assert any(name[:50] in text for text in legends)
+
+
 METRICS = "metrics.jsonl"
-LINE = '{"step": 1, "loss": 1.0, "overflow": 0, "skipped": 0, "bytes_received": 100.0}\n'
+LINE = '{"step": 1, "loss": 1.0, "sent": 5, "overflow": 0, "skipped": 0, "bytes_received": 100.0}\n'
 
 
 def damage(path, name, text):
@@ -258,7 +269,19 @@ def damage(path, name, text):
                 lambda path, text=text: damage(path, METRICS, LINE + text),
                 "a JSON object of numbers a line; got .* line 2",
             )
-            for text in ("no\n", "[1]\n", "5\n", "{}\n", "\0\0\n", "[" * 9999 + "\n", "\udcff\n", '{"step": 2}\n')
+            # The last two are lines of one step, and of steps with a gap.
+            for text in (
+                "no\n",
+                "[1]\n",
+                "5\n",
+                "{}\n",
+                "\0\0\n",
+                "[" * 9999 + "\n",
+                "\udcff\n",
+                '{"step": 2}\n',
+                LINE,
+                LINE.replace("1", "3", 1),
+            )
         ),
         *(
             (
