@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
 from tests.jaxcomm.train_steps import init_state
-from tests.refusals import refused
+from tests.refusals import refusals, refused
 
 PARAMS = {"b": np.ones(3, np.float32), "w": np.arange(900, dtype=np.float32).reshape(300, 3)}
 TX = optax.chain(jc.dct_dp(0.9), optax.adam(0.1))
@@ -62,24 +62,17 @@ def test_no_shared_buffers(workers):
     assert len(set(pointers)) == len(pointers)
 
 
-def test_no_exchange():
-    message = r"the transformation that averages over the workers; got a chain without. Put jaxcomm.plump_dp\(\)"
-    with pytest.raises(ValueError, match=message):
-        init_state(PARAMS, optax.chain(optax.clip(1.0), optax.adam(0.1)), 2)
-
-
-@pytest.mark.parametrize("workers", [0, -3, 2.5, None])
-def test_no_worker(workers):
-    refused(lambda: init_state(PARAMS, TX, workers), "workers", "at least 1", f"got {workers}")
-
-
-def test_no_number_of_workers():
-    refused(lambda: init_state(PARAMS, TX, ()), "workers", "got ()")
-
-
-def test_a_mesh_without_the_axis():
-    with pytest.raises(ValueError, match=r"got 'data' and a mesh with \('model',\)"):
-        init_state(PARAMS, TX, jc.make_mesh(model=2))
+@refusals(
+    (lambda: init_state(PARAMS, optax.chain(optax.clip(1.0), optax.adam(0.1)), 2), "averages", "got a chain without"),
+    *(
+        (lambda workers=n: init_state(PARAMS, TX, workers), "workers", "at least 1", f"got {n}")
+        for n in (0, -3, 2.5, None)
+    ),
+    (lambda: init_state(PARAMS, TX, ()), "workers", "got ()"),
+    (lambda: init_state(PARAMS, TX, jc.make_mesh(model=2)), "got 'data' and a mesh with ('model',)"),
+)
+def test_refusals(call, said):
+    refused(call, *said)
 
 
 def test_metrics_in_a_chain():

@@ -232,15 +232,17 @@ def test_bad_layouts(data_dir, arguments, message):
             make("digits", **arguments, **seed, data_dir=data_dir)
 
 
-@pytest.mark.parametrize("seed", [-1, 2**32])
-def test_bad_seeds(batches, seed):
-    with pytest.raises(ValueError, match=rf"seed must be in \[0, 2\*\*32\); got {seed}"):
-        batches(seed=seed)
-
-
-def test_too_large_a_batch(batches):
-    with pytest.raises(ValueError, match=r"at most the 1347 training examples .* got 1348. Lower it"):
-        batches(1348)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"seed": -1}, r"seed must be in \[0, 2\*\*32\); got -1"),
+        ({"seed": 2**32}, r"seed must be in \[0, 2\*\*32\); got 4294967296"),
+        ({"global_batch": 1348}, r"at most the 1347 training examples .* got 1348. Lower it"),
+    ],
+)
+def test_bad_arguments(batches, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        batches(**arguments)
 
 
 def prefetch_threads():

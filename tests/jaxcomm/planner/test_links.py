@@ -11,7 +11,7 @@ import pytest
 import jaxcomm as jc
 from jaxcomm.planner import Link, Links, given_links, measure_links
 from jaxcomm.traffic import Program, Traffic
-from tests.refusals import refused
+from tests.refusals import refusals, refused
 
 N, K = 1000, 4
 PARAMS = {"w": jnp.zeros((20, 50))}
@@ -116,18 +116,15 @@ def test_measured_types():
     assert Links(table).link(of_integers) is of_others
 
 
-@pytest.mark.parametrize(
-    "rate",
-    [0.0, float("nan"), [1e9, -1e9], [[0.0, 1e9], [0.0, 0.0]], [], [[1e9, 1e9], [1e9]], [[1e9] * 3] * 2],
-    ids=["zero", "nan", "negative", "one way", "none", "ragged", "not square"],
+@refusals(
+    *(
+        (lambda rate=rate: given_links(rate, 0.0), "rate must be ")
+        for rate in (0.0, float("nan"), [1e9, -1e9], [[0.0, 1e9], [0.0, 0.0]], [], [[1e9, 1e9], [1e9]], [[1e9] * 3] * 2)
+    ),
+    *((lambda value=value: given_links(1e9, value), "latency must be ", f"got {value}") for value in (-1.0, None)),
 )
-def test_bad_rates(rate):
-    refused(lambda: given_links(rate, 0.0), "rate must be ")
-
-
-@pytest.mark.parametrize("latency", [-1.0, None])
-def test_bad_latencies(latency):
-    refused(lambda: given_links(1e9, latency), "latency must be ", f"got {latency}")
+def test_refusals(call, said):
+    refused(call, *said)
 
 
 def test_start_of_a_program(monkeypatch):

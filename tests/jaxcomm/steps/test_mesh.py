@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import AxisType
 
 import jaxcomm as jc
+from tests.refusals import refusals, refused
 
 
 def test_order_and_type_of_axes():
@@ -16,20 +17,13 @@ def test_order_and_type_of_axes():
     assert set(mesh.devices.flat) == set(jax.devices()[:6])
 
 
-def test_no_axes():
-    with pytest.raises(ValueError, match=r"at least one axis; got none. make_mesh\(data=4\)"):
-        jc.make_mesh()
-
-
-@pytest.mark.parametrize("size", [0, -1, 2.0, None, True])
-def test_a_size_below_one(size):
-    with pytest.raises(ValueError, match=f"at least 1 device; got data={size!r}. Pass a positive integer"):
-        jc.make_mesh(data=size)
-
-
-def test_too_few_devices():
-    with pytest.raises(ValueError, match=r"got 8 for \(data=3, model=4\), which has 12. .*'jax_num_cpu_devices', 12\)"):
-        jc.make_mesh(data=3, model=4)
+@refusals(
+    (jc.make_mesh, "at least one axis", "got none", "make_mesh(data=4)"),
+    *((lambda n=n: jc.make_mesh(data=n), "at least 1 device", f"got data={n!r}.") for n in (0, -1, 2.0, None, True)),
+    (lambda: jc.make_mesh(data=3, model=4), "got 8 for (data=3, model=4), which has 12", "'jax_num_cpu_devices', 12)"),
+)
+def test_refusals(call, said):
+    refused(call, *said)
 
 
 THREADS = """
