@@ -1,24 +1,17 @@
 """The benchmark of delayed steps on two hosts, with programs in two threads."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
-from tests.benchmarks.places import CAN_ISOLATE, ROOT
-
-
-def delay(*argv):
-    command = [sys.executable, "-m", "benchmarks.delay", "--hosts", "2", "--rate", "none", "--rows", "8", *argv]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
+from tests.benchmarks.places import CAN_ISOLATE, run
 
 
 @pytest.mark.slow
 def test_two_hosts(tmp_path):
     path = tmp_path / "table.json"
-    process = delay("--methods", "plump_dp topk(0.99)", "--steps", "1", "--json", str(path))
-    assert process.returncode == 0, process.stderr
+    hosts = ("--hosts", "2", "--rate", "none", "--rows", "8")
+    run("delay", *hosts, "--methods", "plump_dp topk(0.99)", "--steps", "1", "--json", str(path))
     dense, sparse = json.loads(path.read_text())
     assert (dense["method"], sparse["method"]) == ("plump_dp", "topk(0.99)")
     for record in (dense, sparse):

@@ -1,8 +1,6 @@
 """The exchange benchmark on two hosts."""
 
 import json
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -12,20 +10,7 @@ import pytest
 import jaxcomm as jc
 from benchmarks.exchange import Record, make_usual, over_rounds
 from jaxcomm.planner.alone import without_wire
-from tests.benchmarks.places import CAN_ISOLATE, ROOT
-
-
-def exchange(*argv, timeout=120):
-    command = [sys.executable, "-m", "benchmarks.exchange", *argv]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True) as process:
-        try:
-            out, err = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            process.terminate()  # not kill, which would leave the hosts
-            out, err = process.communicate()
-            err += "\ntimed out"
-    return subprocess.CompletedProcess(command, process.returncode, out, err)
+from tests.benchmarks.places import CAN_ISOLATE, run
 
 
 @pytest.mark.slow
@@ -33,8 +18,7 @@ def test_two_hosts(tmp_path):
     path = tmp_path / "table.json"
     names = ["plump_dp", "topk", "dct_dp", "naive", "slim_dp"]
     options = ("--method", ",".join(names), "--steps", "1", "--json", str(path))
-    process = exchange("--shapes", "2e5", "--hosts", "2", "--rate", "none", *options)
-    assert process.returncode == 0, process.stderr
+    out, _ = run("exchange", "--shapes", "2e5", "--hosts", "2", "--rate", "none", *options)
     records = json.loads(path.read_text())
     assert [record["method"] for record in records] == names
     for record in records:
@@ -42,7 +26,7 @@ def test_two_hosts(tmp_path):
         assert 0 < record["ms_min"] <= record["ms_median"] <= record["ms_max"]
         assert record["bytes_predicted"] == record["bytes_compiled"] > 0
         assert record["compile_s"] > 0
-        assert record["method"] in process.stdout
+        assert record["method"] in out
     dense, topk, dct_dp, naive, _ = records
     assert dense["bytes_compiled"] == pytest.approx(2 * 1 / 2 * 4 * 200_000, abs=64)
     assert naive["bytes_compiled"] == pytest.approx(8 * 2000, abs=64)

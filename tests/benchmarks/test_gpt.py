@@ -2,14 +2,13 @@
 
 import json
 import re
-import subprocess
-import sys
 
 import matplotlib.image
 import pytest
 
 from benchmarks import gpt
 from benchmarks.gpt import METHODS, Config
+from tests.benchmarks.places import run
 from train import seeds
 
 SMALL = Config(experiment="gpt_stdlib", layers=1, width=8, steps=4, evaluations=2, batch=4, workers=2, seeds=2)
@@ -114,10 +113,7 @@ def test_boundaries_of_stages(stages):
 def test_stages(tmp_path):
     sizes = "--experiment gpt_stdlib --layers 1 --width 8 --steps 4 --evaluations 2 --batch 4 --stages 2 --seeds 1"
     options = ["--rate", "none", "--timed-steps", "2", "--json", str(tmp_path / "gpt.json")]
-    command = [sys.executable, "-m", "benchmarks.gpt", *sizes.split(), *options]
-    runs = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert runs.returncode == 0, runs.stdout[-2000:] + runs.stderr[-2000:]
-    rows = rows_of(runs.stdout)
+    rows = rows_of(run("gpt", *sizes.split(), *options, timeout=600)[0])
     assert list(rows) == ["dense", "dct_mp, 90%", "4 bits"]
     whole, bits = (float(rows[name]["bytes_per_step"].replace(",", "")) for name in ("dense", "4 bits"))
     assert whole > 5 * bits
@@ -128,13 +124,11 @@ def test_stages(tmp_path):
 def test_a_small_model(tmp_path):
     sizes = "--experiment gpt_stdlib --layers 1 --width 8 --steps 4 --evaluations 2 --batch 4 --workers 2 --seeds 1"
     path = tmp_path / "gpt.json"
-    command = [sys.executable, "-m", "benchmarks.gpt", *sizes.split(), "--json", str(path)]
     for options in (["--hosts", "2", "--rate", "none", "--timed-steps", "2"], ["--rate", "none", "--timed-steps", "2"]):
-        runs = subprocess.run([*command, *options], capture_output=True, text=True, timeout=600)
-        assert runs.returncode == 0, runs.stdout[-2000:] + runs.stderr[-2000:]
+        out, _ = run("gpt", *sizes.split(), "--json", str(path), *options, timeout=600)
     records = json.loads(path.read_text())
     assert [record["of"] for record in records] == ["gpt step"] * len(METHODS) + ["run"] * len(METHODS)
-    rows = rows_of(runs.stdout)
+    rows = rows_of(out)
     dense, half = (float(rows[name]["bytes_per_step"].replace(",", "")) for name in ("dense", "bfloat16"))
     assert half == pytest.approx(dense / 2, rel=0.02)
     assert all(float(row["seconds"]) > 0 for row in rows.values())

@@ -2,10 +2,6 @@
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -17,8 +13,7 @@ from benchmarks import late_multiply
 from benchmarks.control import merge_records
 from benchmarks.crossover import bisect, crossing
 from benchmarks.late_multiply import Config, Record, check, compare, equal_batch, parse_layers
-
-ROOT = Path(__file__).parents[2]
+from tests.benchmarks.places import run
 
 
 def record(mode, ms, received=100.0, hosts=2, rate="10gbit", batch=256):
@@ -109,11 +104,7 @@ def test_defaults():
 def test_two_hosts(tmp_path):
     path = tmp_path / "table.json"
     argv = ["--layers", "64x48,48x8", "--batch", "8", "--hosts", "2", "--rate", "none", "--steps", "1"]
-    process = subprocess.run(
-        [sys.executable, "-m", "benchmarks.late_multiply", *argv, "--json", str(path)],
-        cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert process.returncode == 0, process.stderr
+    out, _ = run("late_multiply", *argv, "--json", str(path))
     reduced, late = json.loads(path.read_text())
     assert [row["mode"] for row in (reduced, late)] == ["reduce", "late"]
     assert reduced["bytes_predicted"] == reduced["bytes_compiled"] == 4 * (64 * 48 + 48 * 8)
@@ -121,5 +112,5 @@ def test_two_hosts(tmp_path):
     for row in (reduced, late):
         assert 0 < row["ms_min"] <= row["ms_median"] <= row["ms_max"]
         assert row["ms_communication"] > 0
-        assert row["mode"] in process.stdout
+        assert row["mode"] in out
     assert late["times_fewer_bytes"] == reduced["bytes_compiled"] / late["bytes_compiled"]

@@ -1,32 +1,23 @@
 """The benchmark of the time before the first step."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
-from tests.benchmarks.places import ROOT
-
-
-def startup(*argv):
-    command = [sys.executable, "-m", "benchmarks.startup", *argv]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+from tests.benchmarks.places import run
 
 
 @pytest.mark.slow
 def test_commands(tmp_path):
-    process = startup("--repeats", "2", "--json", str(tmp_path / "table.json"))
-    assert process.returncode == 0, process.stderr
+    out, _ = run("startup", "--repeats", "2", "--json", str(tmp_path / "table.json"))
     times = {record["command"]: record["ms_median"] for record in json.loads((tmp_path / "table.json").read_text())}
     assert 0 < times["python"] < times["import jax"] < times["import jaxcomm"] < times["the main job of one step"]
-    assert "jaxcomm itself takes" in process.stdout
+    assert "jaxcomm itself takes" in out
 
 
 @pytest.mark.slow
 def test_many_tensors(tmp_path):
-    process = startup("--tensors", "12", "--json", str(tmp_path / "table.json"))
-    assert process.returncode == 0, process.stderr
+    run("startup", "--tensors", "12", "--json", str(tmp_path / "table.json"))
     records = {record["exchange"]: record for record in json.loads((tmp_path / "table.json").read_text())}
     assert set(records) == {"plain jit", "plump_dp", "topk 99%", "powersgd 4"}
     assert records["plain jit"]["ratio_to_plain_jit"] == 1

@@ -3,27 +3,21 @@
 import importlib.util
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.benchmarks.places import run
 
 
-def tpu(*argv):
-    command = [sys.executable, "-m", "benchmarks.tpu", *argv]
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+def tpu(*argv, code=0):
+    return run("tpu", *argv, code=code, env={name: value for name, value in os.environ.items() if name != "XLA_FLAGS"})
 
 
 def test_an_unknown_topology():
-    process = tpu("--shapes", "1000", "--topology", "v5e:7x5")
-    assert process.returncode == 2
-    assert "Traceback" not in process.stderr
+    _, err = tpu("--shapes", "1000", "--topology", "v5e:7x5", code=2)
+    assert "Traceback" not in err
     for part in ("got 'v5e:7x5'", "jaxcomm[tpu]"):
-        assert part in process.stderr
+        assert part in err
 
 
 @pytest.mark.slow
@@ -32,8 +26,7 @@ def test_an_unknown_topology():
 def test_compiled_steps(slices, tmp_path):
     path = tmp_path / "table.json"
     options = ("--method", "plump_dp,plump_dp_bfloat16,topk,powersgd", "--slices", str(slices), "--json", str(path))
-    process = tpu("--shapes", "1e5", *options)
-    assert process.returncode == 0, process.stderr
+    tpu("--shapes", "1e5", *options)
     records = json.loads(path.read_text())
     assert [record["verified"] for record in records] == ["yes"] * 4
     assert "all_gather" in records[2]["collectives"]
@@ -46,8 +39,7 @@ def test_compiled_steps(slices, tmp_path):
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the compiler of the extra tpu")
 def test_layouts_of_the_trainer(tmp_path):
     path = tmp_path / "table.json"
-    process = tpu("--layouts", "--json", str(path))
-    assert process.returncode == 0, process.stderr
+    tpu("--layouts", "--json", str(path))
     records = {record["layout"]: record for record in json.loads(path.read_text())}
     assert [name for name, record in records.items() if record["verified"] != "yes"] == []
     assert records["stages, 4 bits"]["bytes"] < 0.5 * records["stages"]["bytes"]

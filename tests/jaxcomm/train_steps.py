@@ -19,6 +19,17 @@ def make_step(kind, loss, tx, *, workers, **arguments):
     return jc.simulate(loss, tx, workers, **arguments)
 
 
+def linear(params, batch):
+    """A loss whose gradient is the mean of the batch's rows."""
+    return sum((jnp.sum(leaf * batch[name].mean(0)) for name, leaf in params.items()), jnp.zeros(()))
+
+
+def normal(shapes, seed=0, *leading, dtype=np.float32):
+    """Normal numbers of shapes by name, after leading dimensions such as a batch's rows."""
+    rng = np.random.default_rng(seed)
+    return {name: rng.normal(size=(*leading, *shape)).astype(dtype) for name, shape in shapes.items()}
+
+
 def init_state(params, tx, workers, *, axis_name="data", model_state=(), specs=None):
     """The state of K workers, simulated or on a mesh."""
 

@@ -4,7 +4,6 @@ Nothing lost, bad steps, bytes, and other numbers of workers are tested by the l
 """
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -12,7 +11,7 @@ import pytest
 import jaxcomm as jc
 from tests.jaxcomm import trees
 from tests.jaxcomm.methods.demo import momenta
-from tests.jaxcomm.train_steps import warnings_of
+from tests.jaxcomm.train_steps import linear, warnings_of
 from tests.jaxcomm.workers import Simulated
 from tests.marks import slow_except
 from tests.reference.demo import DemoReference
@@ -52,12 +51,9 @@ def test_sign_of_updates():
     shapes = trees.TREES[TREE]
     params = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
 
-    def loss(params, batch):
-        return sum(jnp.sum(params[name] * batch[name].mean(0)) for name in shapes)
-
     tx = jc.chain(jc.demo(8, value_dtype="float32"), optax.sign_sgd(0.125))
     assert warnings_of(tx, params, K) == []
-    step = jc.simulate(loss, tx, K, donate=False)
+    step = jc.simulate(linear, tx, K, donate=False)
     state, reference = step.init(params), DemoReference(8, 4096, 0.999)
     expected = {name: np.zeros(shape) for name, shape in shapes.items()}
     for seed in range(4):

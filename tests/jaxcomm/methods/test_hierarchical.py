@@ -4,14 +4,14 @@ import sys
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 import jaxcomm as jc
 from benchmarks.netlab import Lab
-from tests.jaxcomm.train_steps import init_state
+from tests.jaxcomm.train_steps import init_state, normal
+from tests.jaxcomm.train_steps import linear as loss
 from tests.marks import slow_except
 from tests.refusals import refused
 
@@ -30,18 +30,11 @@ EXCHANGES = {
 
 
 def first_params():
-    rng = np.random.default_rng(0)
-    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in SHAPES.items()}
-
-
-def loss(params, batch):
-    """Its gradient is the mean of the batch's rows."""
-    return sum((jnp.sum(params[name] * batch[name].mean(0)) for name in SHAPES), jnp.zeros(()))
+    return normal(SHAPES)
 
 
 def batch_of(step, bad=None):
-    rng = np.random.default_rng((step, 3))
-    batch = {name: rng.normal(size=(8, *shape)).astype(np.float32) for name, shape in SHAPES.items()}
+    batch = normal(SHAPES, (step, 3), 8)
     if bad is not None:
         batch["b"][5, 3] = bad
     return batch

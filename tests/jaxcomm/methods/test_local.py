@@ -16,7 +16,8 @@ import pytest
 import jaxcomm as jc
 from benchmarks.netlab import Lab
 from tests.jaxcomm.formulas import index_words
-from tests.jaxcomm.train_steps import init_state
+from tests.jaxcomm.train_steps import init_state, normal
+from tests.jaxcomm.train_steps import linear as loss
 from tests.marks import slow_except
 from tests.reference import noise
 from tests.reference.local_sgd import LocalSgdReference
@@ -34,18 +35,11 @@ BAD = {3: np.nan, 8: np.inf, 9: np.nan}  # on one worker; one of every three is 
 
 
 def first_params(dtype: Any = np.float32) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(0)
-    return {name: rng.normal(size=shape).astype(dtype) for name, shape in SHAPES.items()}
-
-
-def loss(params: dict[str, jax.Array], batch: dict[str, jax.Array]) -> jax.Array:
-    """Its gradient is the mean of the batch's rows."""
-    return sum((jnp.sum(params[name] * batch[name].mean(0)) for name in SHAPES), jnp.zeros(()))
+    return normal(SHAPES, dtype=dtype)
 
 
 def batch_of(step: int, K: int, bad: float | None = None) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng((step, 7))
-    batch = {name: rng.normal(size=(K, *shape)).astype(np.float32) for name, shape in SHAPES.items()}
+    batch = normal(SHAPES, (step, 7), K)
     if bad is not None:
         batch["b"][K - 1, 3] = bad
     return batch

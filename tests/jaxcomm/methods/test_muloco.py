@@ -4,13 +4,13 @@ import warnings
 
 import flax.serialization
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 import jaxcomm as jc
-from tests.jaxcomm.train_steps import KINDS, make_step
+from tests.jaxcomm.train_steps import KINDS, make_step, normal
+from tests.jaxcomm.train_steps import linear as loss
 from tests.marks import slow_except
 from tests.reference.local_sgd import LocalSgdReference
 from tests.reference.muon import MuonReference
@@ -27,18 +27,11 @@ def muloco():
 
 
 def first_params():
-    rng = np.random.default_rng(0)
-    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in SHAPES.items()}
-
-
-def loss(params, batch):
-    """Its gradient is the mean of the batch's rows."""
-    return sum(jnp.sum(params[name] * batch[name].mean(0)) for name in SHAPES)
+    return normal(SHAPES)
 
 
 def batch_of(step):
-    rng = np.random.default_rng((step, 3))
-    return {name: rng.normal(size=(K, *shape)).astype(np.float32) for name, shape in SHAPES.items()}
+    return normal(SHAPES, (step, 3), K)
 
 
 @pytest.fixture(scope="module", params=slow_except(KINDS, "simulated"))

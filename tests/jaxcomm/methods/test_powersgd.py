@@ -219,9 +219,8 @@ def test_end_of_the_range():
 def test_mesh_and_simulation(K, tree):
     mesh, simulation = on_mesh(tree, K), simulated(tree, K)
     state, simulated_state = mesh.first, simulation.first
-    for result, want in zip(
-        state.memory, simulated_state.memory, strict=True
-    ):  # two programs with the same draws round differently
+    # Two programs with the same draws round differently.
+    for result, want in zip(state.memory, simulated_state.memory, strict=True):
         np.testing.assert_allclose(result, want, rtol=1e-6)
     for i, kind in enumerate(["normal", "heavy", "nan", "normal", "single", "zeros", "normal"]):
         grads = gradients("normal" if kind == "nan" else kind, i, tree, K)
@@ -316,8 +315,8 @@ def test_first_factors(seed):
         np.testing.assert_array_equal(stack, np.stack([qs[name] for name in names]))
     values = np.concatenate([q.reshape(-1) for q in qs.values()])
     assert len(np.unique(values)) == values.size
-    simulated_state = first_q("matrices", 1 - seed)
-    assert not any(np.any(qs[name] == simulated_state[name]) for name in qs)
+    second = first_q("matrices", 1 - seed)
+    assert not any(np.any(qs[name] == second[name]) for name in qs)
 
 
 @pytest.mark.parametrize(("K", "tree"), [(1, "matrices"), (3, "matrices"), (2, "halves")])

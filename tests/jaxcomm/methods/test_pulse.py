@@ -9,16 +9,14 @@ import pytest
 
 import jaxcomm as jc
 from jaxcomm.methods.pulse import select_visible
+from tests.jaxcomm.train_steps import linear as loss
+from tests.jaxcomm.train_steps import normal
 from tests.reference import noise
 from tests.reference.local_sgd import LocalSgdReference
 from tests.reference.pulse import PulseReference
 from tests.refusals import refused
 
 K, SHAPES = 2, {"w": (50, 60), "v": (2049,), "b": (3,)}
-
-
-def loss(params, batch):
-    return sum(jnp.sum(params[name] * batch[name].mean(0)) for name in SHAPES)
 
 
 class OnAnchor(PulseReference):
@@ -32,8 +30,7 @@ class OnAnchor(PulseReference):
 
 @pytest.mark.parametrize("sparsity", [0.5, 0.95])
 def test_local_steps(sparsity):
-    rng = np.random.default_rng(0)
-    params = {name: rng.normal(size=shape).astype(np.float32) for name, shape in SHAPES.items()}
+    params = normal(SHAPES)
     exchange = jc.pulse(sparsity, value_dtype="float32")
     tx = jc.chain(optax.sgd(2.0**-11), jc.local_sgd(2, exchange=exchange, outer=optax.sgd(1.0)))
     step = jc.simulate(loss, tx, K, donate=False)
@@ -42,7 +39,7 @@ def test_local_steps(sparsity):
     reference = LocalSgdReference(params, K, H=2, lr=1.0, momentum=0.0, nesterov=False, exchange=inner)
     inner.of = reference
     for i in range(8):
-        batch = {name: rng.normal(size=(K, *shape)).astype(np.float32) for name, shape in SHAPES.items()}
+        batch = normal(SHAPES, 1 + i, K)
         state, metrics = step(state, batch)
         reference.step([{name: -np.float32(2.0**-11) * rows[k] for name, rows in batch.items()} for k in range(K)])
         for name in SHAPES:

@@ -8,6 +8,8 @@ import pytest
 
 import jaxcomm as jc
 from tests.jaxcomm import trees
+from tests.jaxcomm.train_steps import linear as loss
+from tests.jaxcomm.train_steps import normal
 from tests.jaxcomm.workers import Simulated
 from tests.marks import slow_except
 from tests.reference.local_sgd import LocalSgdReference
@@ -83,19 +85,14 @@ def test_a_skip_keeps_the_residual():
 def test_outer_steps():
     """With H = 2, 64 sent of each chunk of 1024, and a decaying residual, the global model is the paper's."""
     shapes = {"w": (50, 60), "v": (2049,)}
-    rng = np.random.default_rng(0)
-    params = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
-
-    def loss(params, batch):
-        return sum(jnp.sum(params[name] * batch[name].mean(0)) for name in shapes)
-
+    params = normal(shapes)
     tx = jc.chain(optax.sgd(0.125), jc.sparse_loco(2, chunk=1024))
     step = jc.simulate(loss, tx, K, donate=False)
     state = step.init(params)
     exchange = ChunkedTopKReference(1 - 64 / 1024, 1024, 2, 0.95)
     reference = LocalSgdReference(params, K, H=2, lr=1.0, momentum=0.0, nesterov=False, exchange=exchange)
-    for _ in range(8):
-        batch = {name: rng.normal(size=(K, *shape)).astype(np.float32) for name, shape in shapes.items()}
+    for number in range(8):
+        batch = normal(shapes, 1 + number, K)
         state, _ = step(state, batch)
         reference.step([{name: -np.float32(0.125) * rows[k] for name, rows in batch.items()} for k in range(K)])
         for name in shapes:

@@ -15,7 +15,8 @@ import jaxcomm as jc
 from jaxcomm.accounting.hlo import read_program
 from jaxcomm.kernels.numerics import is_finite_tree
 from jaxcomm.methods.local_sgd import Anchored
-from tests.jaxcomm.train_steps import make_step
+from tests.jaxcomm.train_steps import linear as loss
+from tests.jaxcomm.train_steps import make_step, normal
 from tests.reference.plump_dp import PlumpDpReference
 from tests.reference.streaming import StreamingReference
 from tests.reference.topk import TopKReference
@@ -31,18 +32,11 @@ DENSE, TOPK = "dense", "topk"
 
 
 def first_params(dtype=np.float32):
-    rng = np.random.default_rng(0)
-    return {name: rng.normal(size=shape).astype(dtype) for name, shape in SHAPES.items()}
-
-
-def loss(params, batch):
-    """Its gradient is the mean of the batch's rows."""
-    return sum((jnp.sum(params[name] * batch[name].mean(0)) for name in SHAPES), jnp.zeros(()))
+    return normal(SHAPES, dtype=dtype)
 
 
 def batch_of(step, bad=None, worker=K - 1):
-    rng = np.random.default_rng((step, 7))
-    batch = {name: rng.normal(size=(K, *shape)).astype(np.float32) for name, shape in SHAPES.items()}
+    batch = normal(SHAPES, (step, 7), K)
     if bad is not None:
         batch["b"][worker, 3] = bad
     return batch
@@ -259,9 +253,6 @@ def test_training_goes_on():
     """Law 8, in a step with an exchange and in one without; above 4,096 elements."""
     params = {"w": np.zeros(4106, np.float32), "v": np.ones(9, np.float32)}
 
-    def loss(params, batch):
-        return sum(jnp.sum(params[name] * batch[name].mean(0)) for name in params)
-
     tx = jc.chain(optax.sgd(1.0), jc.local_sgd(4, exchange=jc.topk(0.9), fragments=2, overlap=1, mix=0.5))
     step = jc.simulate(loss, tx, K, donate=False)
     for at, value in itertools.product((4, 5), (np.nan, np.inf, 3e38, 1e37)):
@@ -429,18 +420,13 @@ def test_the_planner():
 def test_shards_of_workers():
     """Each worker is two devices, and a fragment is the same tensors; also where an exchange is skipped."""
     shapes = {"a": (8, 3), "b": (4, 6), "c": (12, 2)}
-    params = {name: np.random.default_rng(0).normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
-
-    def loss(params, batch):
-        return sum(jnp.sum(params[name] * batch[name].mean(0)) for name in shapes)
-
+    params = normal(shapes)
     tx, specs = streaming(fragments=3, overlap=1), dict.fromkeys(shapes, P("fsdp"))
     mesh, two = jc.make_mesh(data=2, fsdp=2), jc.simulate(loss, tx, 2)
     one = jc.make_train_step(loss, tx, mesh, specs=specs, auto=("fsdp",))
     one_state, two_state, turns, skips = one.init(params), two.init(params), 0, []
     for i in range(10):
-        rng = np.random.default_rng(i)
-        batch = {name: rng.normal(size=(4, *shape)).astype(np.float32) for name, shape in shapes.items()}
+        batch = normal(shapes, i, 4)
         if i in (2, 5):  # of one shard of one worker, between exchanges and in one
             batch["c"][3, 1] = np.nan
         turns = turns or one.verify(one_state, batch).turns
