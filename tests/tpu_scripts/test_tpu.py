@@ -295,10 +295,10 @@ def test_run_of_a_slice(ready):
             "JAXCOMM_PROCESS_ID": str(index),
             "JAXCOMM_NUM_PROCESSES": "2",
         }
-    commands = ready.call("logs", "--all")
-    assert "[w0] training\n" in commands.stdout
-    assert "[w1] training\n" in commands.stdout
-    assert "[w0] digits ended with 0." in commands.stderr
+    logs = ready.call("logs", "--all")
+    assert "[w0] training\n" in logs.stdout
+    assert "[w1] training\n" in logs.stdout
+    assert "[w0] digits ended with 0." in logs.stderr
     assert "[w1]" not in ready.call("logs").stdout
 
 
@@ -347,9 +347,9 @@ def test_a_second_run_and_stop(ready):
     assert "[w0] Nothing runs here." in process.stderr
     assert "[w1] digits has ended." in process.stderr
     assert (ready.machine("w1") / "logs" / "digits.exit").read_text() == "0\n"
-    commands = ready.call("logs", "--all")
-    assert "[w1] saved\n" in commands.stdout
-    assert "[w1] digits ended with 0." in commands.stderr
+    logs = ready.call("logs", "--all")
+    assert "[w1] saved\n" in logs.stdout
+    assert "[w1] digits ended with 0." in logs.stderr
     assert ready.call("stop").returncode == 0
     assert ready.call("run", "--run", "second", "digits").returncode == 0
 

@@ -111,10 +111,10 @@ def test_a_full_disk_and_two_runs(tmp_path):
         while not all(map(saved, names)) and time.monotonic() < deadline:
             time.sleep(0.02)
         before = {name: max(saved(name)) for name in names}
-        completion = subprocess.run(
+        filling = subprocess.run(
             ["dd", "if=/dev/zero", f"of={disk}/ballast", "bs=64k"], capture_output=True, check=False
         )
-        assert completion.returncode  # it is full
+        assert filling.returncode  # it is full
         codes, texts = end(processes)
         assert codes == [2, 2], texts
         for text in texts:

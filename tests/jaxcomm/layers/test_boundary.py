@@ -54,24 +54,16 @@ def test_dct_mp_is_the_papers(name, value_dtype, kind, gradients, seed):
     assert_same(pulled, only_at(run.source, backward, run.size))
 
 
-@pytest.mark.parametrize("value_dtype", [None, "float32"])
+@pytest.mark.parametrize(("dtype", "value_dtype"), [("bfloat16", None), ("bfloat16", "float32"), ("float16", None)])
 @hypothesis.given(kind=st.sampled_from(["normal", "ties", "infinite", "nan"]), seed=seeds)
-def test_bfloat16_activations(value_dtype, kind, seed):
-    run = crossing("back", dtype="bfloat16", value_dtype=value_dtype)
+def test_narrow_activations(dtype, value_dtype, kind, seed):
+    """They cross as they are."""
+    run = crossing("back", dtype=dtype, value_dtype=value_dtype)
     x, gradient = run.draw(kind, seed), run.draw("normal", seed + 1)
-    received, pulled = run(x, gradient)
+    received, gradient_back = run(x, gradient)
     reference = DctMpReference(0.75)
     assert_same(received, only_at(1, reference.forward(x[2]), 3))
-    assert_same(pulled, only_at(2, reference.backward(gradient[1]), 3))
-
-
-def test_float16_activations():
-    run = Crossing((2, 6), 0.5, 2, 0, 1, dtype="float16")
-    x = run.draw("normal", 0)
-    received, pulled = run(x, x)
-    reference = DctMpReference(0.5)
-    assert_same(received, only_at(1, reference.forward(x[0]), 2))
-    assert_same(pulled, only_at(0, reference.backward(x[1]), 2))
+    assert_same(gradient_back, only_at(2, reference.backward(gradient[1]), 3))
 
 
 def test_shares_of_samples():
@@ -220,6 +212,7 @@ def traced(x=None, size=2, sparsity=0.5, value_dtype=None, **arguments):
             r"one of float32, bfloat16, int3, int4, int8; got 'float16'. Pass value_dtype='int4'",
         ),
         ({"source": 2}, r"source must be a position on the axis of 2; got 2. Positions count from 0"),
+        ({"source": 0.0}, r"source must be a position on the axis of 2; got 0\.0"),
         ({"target": -1}, r"target must be a position on the axis of 2; got -1. Positions count from 0"),
         ({"target": 0}, r"target must be another position than source; got 0. Nothing has to move"),
         ({"axis_name": "stages"}, r"in scope; got no axis 'stages'. Call it inside jax\.shard_map"),
@@ -241,8 +234,3 @@ def traced(x=None, size=2, sparsity=0.5, value_dtype=None, **arguments):
 def test_refusals(arguments, message):
     with pytest.raises(ValueError, match=message):
         traced(**arguments)
-
-
-def test_a_float_is_no_position():
-    with pytest.raises(ValueError, match=r"source must be a position on the axis of 2; got 0\.0"):
-        traced(source=0.0)

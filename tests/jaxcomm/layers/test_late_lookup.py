@@ -70,8 +70,8 @@ def test_bytes():
     traffic = late_lookup_traffic(N, D, K)
     assert traffic.received == (K - 1) * N * 4 * (1 + D)
     compiled = read_program(step.lower(state, make_batch()).compile().as_text())
-    assert [traffic for traffic in compiled.always if traffic.op == "all_gather"] == [traffic]
-    assert all(traffic.operand_bytes <= 4 * (D + 1) for traffic in compiled.always if traffic.op == "all_reduce")
+    assert [t for t in compiled.always if t.op == "all_gather"] == [traffic]
+    assert all(t.operand_bytes <= 4 * (D + 1) for t in compiled.always if t.op == "all_reduce")
     assert step.report(state, make_batch()).received == compiled.received
     step.verify(state, make_batch(), other_bytes=16, beside=[traffic])
     with pytest.raises(ValueError, match="a dense all-reduce is left"):

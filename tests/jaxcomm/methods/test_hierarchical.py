@@ -55,10 +55,10 @@ def test_dense_is_plump_dp():
     flat = optax.chain(jc.plump_dp(), optax.sgd(RATE))
     state, step = init_state(first_params(), flat, 8), jc.simulate(loss, flat, 8, donate=False)
     tx = optax.chain(jc.hierarchical(EXCHANGES["plump_dp"]()), optax.sgd(RATE))
-    for i, (weights, metrics) in enumerate(run(tx, (4, 2), on_mesh=True)):
+    for i, (grouped, metrics) in enumerate(run(tx, (4, 2), on_mesh=True)):
         state, expected = step(state, batch_of(i, np.nan if i == 2 else None))
         assert metrics["skipped"] == expected["skipped"] == (i == 2)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), weights.params, state.params)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), grouped.params, state.params)
 
 
 def test_compressed_is_the_mean_of_groups():
@@ -67,22 +67,22 @@ def test_compressed_is_the_mean_of_groups():
     outer = optax.chain(EXCHANGES["random_k"](), optax.sgd(RATE))
     kwargs = {"axis_name": "slice"}
     state, step = init_state(first_params(), outer, 8, **kwargs), jc.simulate(loss, outer, 8, donate=False, **kwargs)
-    for i, (weights, metrics) in enumerate(run(tx, (8, 1), on_mesh=False, bad_at=None)):
+    for i, (grouped, metrics) in enumerate(run(tx, (8, 1), on_mesh=False, bad_at=None)):
         state, expected = step(state, batch_of(i))
         assert metrics["sent"] == expected["sent"]
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), weights.params, state.params)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), grouped.params, state.params)
 
 
 @pytest.mark.parametrize("name", slow_except(["plump_dp", "dct_dp", "iwp"], "plump_dp"))
 def test_mesh_simulation_and_bytes(name):
     sizes, tx = (2, 4), optax.chain(jc.hierarchical(EXCHANGES[name]()), optax.sgd(RATE))
-    for i, ((weights, metrics), (expected_params, expected)) in enumerate(
+    for i, ((mesh_state, metrics), (simulated, expected)) in enumerate(
         zip(run(tx, sizes, on_mesh=True), run(tx, sizes, on_mesh=False), strict=True)
     ):
         assert metrics["skipped"] == expected["skipped"] == (i == 2)
         for count in ("sent", "overflow", "drained"):
             assert metrics[count] == expected[count]
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), weights.params, expected_params.params)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), mesh_state.params, simulated.params)
     report = jc.wire_report(tx, first_params(), sizes, axis_name=AXES)
     shares = sum(-(-int(np.prod(shape)) // 4) for shape in SHAPES.values())
     assert report.received_over("data") == 3 * 4 * shares * 2 + 2 * 3 / 4 * 20  # both ways, and five counts
@@ -117,8 +117,8 @@ def check_that_it_is_owed(state, dense, sizes):
     for name, shape in SHAPES.items():
         size = int(np.prod(shape))
         share = -(-size // inside)
-        weights = owed[:, start : start + share].reshape(-1)[:size].reshape(shape)
-        np.testing.assert_allclose(np.asarray(state.params[name]) - RATE * weights, dense[name], atol=2e-6)
+        debt = owed[:, start : start + share].reshape(-1)[:size].reshape(shape)
+        np.testing.assert_allclose(np.asarray(state.params[name]) - RATE * debt, dense[name], atol=2e-6)
         start += -(-share // 1024) * 1024
 
 

@@ -70,13 +70,13 @@ class Case:
 def slim(**options: Any) -> Case:
     def oracle(K: int) -> Any:
         def uniform(t: int, k: int) -> np.ndarray:
-            return noise.uniform(noise.make_key(0, t, k), batch.explorer_size * K)
+            return noise.uniform(noise.make_key(0, t, k), reference.explorer_size * K)
 
         def offsets(t: int, k: int, sizes: list[int]) -> np.ndarray:
-            return noise.integers(noise.make_key(0, t, k), sizes, start=batch.explorer_size * K)
+            return noise.integers(noise.make_key(0, t, k), sizes, start=reference.explorer_size * K)
 
-        batch = SlimDpReference(first_params(), K, uniform=uniform, offsets=offsets, **options)
-        return batch
+        reference = SlimDpReference(first_params(), K, uniform=uniform, offsets=offsets, **options)
+        return reference
 
     def usual(K: int) -> float:
         core = round(options["beta"] * N)

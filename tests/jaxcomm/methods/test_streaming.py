@@ -252,7 +252,6 @@ def test_a_skip_between_exchanges():
 def test_training_goes_on():
     """Law 8, in a step with an exchange and in one without; above 4,096 elements."""
     params = {"w": np.zeros(4106, np.float32), "v": np.ones(9, np.float32)}
-
     tx = jc.chain(optax.sgd(1.0), jc.local_sgd(4, exchange=jc.topk(0.9), fragments=2, overlap=1, mix=0.5))
     step = jc.simulate(loss, tx, K, donate=False)
     for at, value in itertools.product((4, 5), (np.nan, np.inf, 3e38, 1e37)):
@@ -275,11 +274,8 @@ def test_mesh_and_simulation():
         one_state, metrics = mesh(one_state, batch_of(i, BAD.get(i)))
         two_state, expected = simulated(two_state, batch_of(i, BAD.get(i)))
         assert (metrics["skipped"], metrics["sent"]) == (expected["skipped"], expected["sent"])
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6),
-            one_state.params,
-            two_state.params,
-        )
+        for a, b in zip(*map(jax.tree.leaves, (one_state.params, two_state.params)), strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6)
     for leaf in jax.tree.leaves([(part.held.anchor, part.held.outer) for part in memory(one_state)]):
         for shard in leaf.addressable_shards:
             np.testing.assert_array_equal(shard.data, leaf.addressable_shards[0].data)
@@ -356,12 +352,12 @@ def test_checkpoints():
     state = step.init(first_params())
     for i in range(10):
         state, _ = step(state, batch_of(i))
-    parts = serialization.from_bytes(step.init(first_params()), serialization.to_bytes(state))
-    parts = jax.tree.map(jnp.asarray, parts)
+    restored = serialization.from_bytes(step.init(first_params()), serialization.to_bytes(state))
+    restored = jax.tree.map(jnp.asarray, restored)
     for i in range(10, 14):
         state, _ = step(state, batch_of(i))
-        parts, _ = step(parts, batch_of(i))
-    jax.tree.map(np.testing.assert_array_equal, parts, state)
+        restored, _ = step(restored, batch_of(i))
+    jax.tree.map(np.testing.assert_array_equal, restored, state)
 
 
 def test_sparse_loco():
