@@ -33,6 +33,7 @@ from jaxcomm.steps.batch import check_batch, check_global, row_axes
 from jaxcomm.steps.mesh import check_axis, place
 from jaxcomm.steps.replicas import differing_replicas
 from jaxcomm.steps.replication import LINEAR, OTHER, Axes, by_scope, naming_axes, varying_axes
+from jaxcomm.steps.shard_map import shard_map
 from jaxcomm.steps.sharding import spec_axes
 from jaxcomm.traffic import Program, count_bytes
 from jaxcomm.types import is_per_worker
@@ -435,16 +436,15 @@ class DataParallel:
             arrays = shared_keys(pairs, [leaf.origin for leaf in about], packed.arrays)
             return packed.replace(arrays)
 
-        def on_workers(function: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
-            # check_vma is off: with it, jax.grad of replicated parameters would insert a dense all-reduce. `_averaged`
-            # checks what it would have proven.
-            return jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
+        # check_vma is off: with it, jax.grad of replicated parameters would insert a dense all-reduce. `_averaged`
+        # checks what it would have proven.
+        how = {"mesh": self.mesh, "in_specs": specs, "check_vma": False}
 
         arrays = state.arrays, batch.arrays
         if AxisType.Explicit in self.mesh.axis_types:  # the arrays' types may have other shardings
             arrays = jax.tree.map(lambda x, spec: jax.reshard(x, NamedSharding(self.mesh, spec)), arrays, specs)
         with naming_axes(self.mesh):
-            traced, out = jax.make_jaxpr(on_workers(own_step, P()), return_shape=True)(*arrays)
+            traced, out = jax.make_jaxpr(jax.shard_map(own_step, out_specs=P(), **how), return_shape=True)(*arrays)
         if not by_scope(traced.jaxpr, FROZEN, frozenset())[1]:
             for message in check_frozen(state.tree()):
                 warnings.warn(message, stacklevel=2)
@@ -478,7 +478,7 @@ class DataParallel:
                 increments = arrays
             return _combine(arrays, increments, hows, axes)
 
-        return out.replace(on_workers(whole_step, out_specs)(*arrays))
+        return out.replace(shard_map(whole_step, out_specs=out_specs, **how)(*arrays))
 
     def _is_rows(self, name: str) -> bool:
         rows = self._said["rows"]

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from jaxcomm.accounting.jaxpr import COLLECTIVES, UNCOUNTED, equation_axes, inner_jaxpr, inner_jaxprs
 from jaxcomm.collectives.messages import SAME
+from jaxcomm.steps.shard_map import shard_map
 from jaxcomm.steps.sharding import spec_axes
 
 Axes = frozenset[str]
@@ -51,7 +52,7 @@ def over_workers(function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_sp
     def call(*args: Any) -> Any:
         try:
             with naming_axes(mesh):
-                return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **options)(*args)
+                return shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **options)(*args)
         except (TypeError, ValueError) as error:
             if not re.search(_NOT_TRACKED, str(error)):
                 raise
@@ -71,7 +72,7 @@ def over_workers(function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_sp
                 f"{', '.join(wrong[:8])}, computed from a worker's own rows or its place. Average them over the "
                 "workers, or leave them out."
             )
-        return untracked(*args)
+        return shard_map(jitted, mesh, in_specs, out_specs, check_vma=False, **options)(*args)
 
     return call
 

@@ -55,6 +55,7 @@ from jaxcomm.steps.loss import GradientsFn, LossFn, Scalars, gradients_of, in_tu
 from jaxcomm.steps.mesh import check_axis, place, shapes_on
 from jaxcomm.steps.overlap import HostOverlap, needs_host_overlap
 from jaxcomm.steps.replication import over_workers
+from jaxcomm.steps.shard_map import shard_map
 from jaxcomm.traffic import Program, Traffic
 from jaxcomm.types import is_per_worker
 
@@ -373,9 +374,9 @@ class WorkersStep(TrainStep):
         if AxisType.Explicit in self.mesh.axis_types:  # the batch's types may have other shardings
             batch = jax.tree.map(lambda x, spec: jax.reshard(x, NamedSharding(self.mesh, spec)), batch, rows)
         own_step = partial(worker_step, self._gradients_fn(), self.tx, self.axis_name, kinds=self._settings.kinds)
-        shard_map = jax.shard_map if bypassing(state.opt_state, trained(state.params)) else over_workers
+        on_workers = shard_map if bypassing(state.opt_state, trained(state.params)) else over_workers
         out_specs = (specs, (self._of_scalars(state), P()))
-        state, (scalars, exchanged) = shard_map(own_step, mesh=self.mesh, in_specs=(specs, rows), out_specs=out_specs)(
+        state, (scalars, exchanged) = on_workers(own_step, mesh=self.mesh, in_specs=(specs, rows), out_specs=out_specs)(
             state, batch
         )
         return state, {**scalars, **exchanged}
