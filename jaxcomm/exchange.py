@@ -139,12 +139,18 @@ class Exchanged(NamedTuple):
 
 def zeros_unless(ok: jax.Array, tree: Any) -> Any:
     """Replaces all leaves by zeros unless `ok` holds."""
-    return jax.tree.map(lambda leaf: jnp.where(ok, leaf, jnp.zeros_like(leaf)), tree)
+    return jax.tree.map(lambda leaf: _select(ok, leaf, jnp.zeros_like(leaf)), tree)
 
 
 def keep_unless(ok: jax.Array, new: Any, old: Any) -> Any:
     """Returns the leaves of the new tree if `ok` holds, else those of the old tree."""
-    return jax.tree.map(lambda n, o: jnp.where(ok, n, o), new, old)
+    return jax.tree.map(lambda n, o: _select(ok, n, o), new, old)
+
+
+def _select(ok: jax.Array, new: Any, old: Any) -> jax.Array:
+    """Does `jnp.where`; for arrays of one type without a function call, which counts where there are many arrays."""
+    is_one_type = hasattr(new, "dtype") and hasattr(old, "dtype") and (new.shape, new.dtype) == (old.shape, old.dtype)
+    return lax.select(ok, new, old) if is_one_type else jnp.where(ok, new, old)
 
 
 def with_due(state: ExchangeState) -> ExchangeState:
