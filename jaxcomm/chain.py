@@ -16,12 +16,13 @@ from jax import lax
 from jaxcomm.checks import check_count, check_range, check_transformation
 from jaxcomm.collectives import dense_mean
 from jaxcomm.collectives.axis import AxisName, in_axes_of_workers, is_tracked, to_varying, varies, zeros_of
-from jaxcomm.exchange import SCOPE, get_exchange, is_exchange_state, lets_bypass, without_frozen
+from jaxcomm.exchange import SCOPE, get_exchange, is_exchange_state, is_placeholder, lets_bypass, without_frozen
 from jaxcomm.kernels.numerics import wide_type
 from jaxcomm.order import check_chain, methods_in, momentum_inside, try_link
 from jaxcomm.state import keep_states_unless, trained, update_with_more, vary_rows
 from jaxcomm.types import AccumulatedState, DelayedState, ExchangeMetrics, PerWorker
 
+_NOT_OF_PARAMS: Any = 0  # a leaf in the place of state that has another shape than the parameters
 FROZEN = "jaxcomm.frozen"  # the `jax.named_scope` of what keeps frozen leaves as they are, whatever decays behind
 
 
@@ -168,6 +169,8 @@ def average_extra_args(extra_args: dict[str, Any], mean_gradient: Any, axes: tup
 def _accumulated(composed: optax.GradientTransformationExtraArgs, count: int) -> optax.GradientTransformationExtraArgs:
     def init(params: Any) -> AccumulatedState:
         inner = composed.init(params)
+        if is_placeholder(params):
+            return AccumulatedState(_NOT_OF_PARAMS, _NOT_OF_PARAMS, inner, _NOT_OF_PARAMS, count)
         exchange = get_exchange(inner)
         if exchange.method.period is not None:
             raise ValueError(
@@ -216,6 +219,8 @@ def _accumulated(composed: optax.GradientTransformationExtraArgs, count: int) ->
 def _delayed(composed: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
     def init(params: Any) -> DelayedState:
         inner = composed.init(params)
+        if is_placeholder(params):
+            return DelayedState(inner, _NOT_OF_PARAMS)
         exchange = get_exchange(inner)
         name = exchange.method.name
         if exchange.method.period is not None:

@@ -30,6 +30,7 @@ from jaxcomm.types import AccumulatedState, DelayedState, ExchangeMetrics, PerWo
 
 P = ParamSpec("P")
 _INDEX_BITS = 16  # of the number that says of which worker a row is
+_FROZEN = "optax.set_to_zero"
 SCOPE = "jaxcomm.update"  # the `jax.named_scope` of a whole exchange, with all of its collectives
 # Chooses leaves: a regular expression that is searched for in a leaf's path ("encoder/kernel"), or a function of the
 # path and the leaf, which may read the leaf's shape and dtype.
@@ -301,14 +302,22 @@ class Exchange:
         bound.method = self
         return bound
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what is pickled: `optax.set_to_zero()`, whose functions cannot be, by its name."""
+        is_frozen = self.others is not None and _freezes(self.others)
+        return self.__dict__ | ({"others": _FROZEN} if is_frozen else {})
+
+    def __setstate__(self, attributes: dict[str, Any]) -> None:
+        is_frozen = attributes["others"] == _FROZEN
+        self.__dict__.update(attributes | ({"others": optax.set_to_zero()} if is_frozen else {}))
+
     def init(self, params: Any) -> ExchangeState:
         """Returns the state of one worker before the first step: rows are (1, ...).
 
-        `optax.tree_map_params` gives a placeholder for the parameters, which is no tensor and no container. It gets the
-        method, one leaf in the place of the whole state, none of which has the shape of the parameters.
+        For the placeholder of `optax.tree_map_params` it is the method, one leaf in the place of the whole state, none
+        of which has the shape of the parameters.
         """
-        node = jax.tree.structure(params)
-        if node.num_leaves == 0 and node.num_nodes == 1 and not isinstance(params, dict | list | tuple | None):
+        if is_placeholder(params):
             return cast(ExchangeState, self)
         if (parts := self._in_parts(params)) is not self:
             return parts.init(params).replace(method=self)
@@ -319,7 +328,7 @@ class Exchange:
             second_state = self.others.init(outside)
             if not _freezes(self.others):
                 check_exchange(second_state, f"others of {self.name}", of_all=False)
-        if jax.tree.leaves(inside):
+        if jax.tree.leaves(inside) or not jax.tree.leaves(params):
             return self.init_chosen(inside).replace(others=second_state)
         if self.others is not None:
             paths = [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
@@ -466,6 +475,15 @@ class ExchangeTransformation(optax.GradientTransformation):
     """
 
     method: Exchange
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.method.transform, ()
+
+
+def is_placeholder(params: Any) -> bool:
+    """Returns whether these are the placeholder of `optax.tree_map_params`: neither a tensor nor a container."""
+    node = jax.tree.structure(params)
+    return node.num_leaves == 0 and node.num_nodes == 1 and not isinstance(params, dict | list | tuple | None)
 
 
 def axis_name_of(tx: optax.GradientTransformation) -> AxisName:

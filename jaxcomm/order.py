@@ -373,7 +373,8 @@ def _check_states(exchange: ExchangeState, before: list[Any], after: list[Any]) 
         # Hyperparameters, counters and random keys do not depend on gradients.
         if any(leaf.dtype == bool or jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(inner)):
             remedy = (
-                f"Leave it out: where one worker has NaN, {name} skips the step on all of them"
+                f"Leave it out: where one worker has NaN, {name} skips the step on all of them; or, if some are "
+                "always NaN, keep no state: optax.stateless(lambda g, _: jax.tree.map(jnp.nan_to_num, g))"
                 if isinstance(inner, optax.ZeroNansState)
                 else f"Put it after {name}, or take a method that is made for it: dgc and iwp correct momentum on "
                 "every worker, local_sgd and slim_dp come after a whole local optimizer"

@@ -26,6 +26,7 @@ from jaxcomm.collectives import dense_mean
 from jaxcomm.collectives.axis import on_step_mesh
 from jaxcomm.exchange import SCOPE, exchange_states, is_exchange_state, lets_bypass
 from jaxcomm.foreign import nnx
+from jaxcomm.foreign.counts import COUNTED, Literals, differences, multiples
 from jaxcomm.foreign.keys import is_key, shared_keys, worker_keys
 from jaxcomm.order import check_frozen, check_states
 from jaxcomm.state import check_rows
@@ -36,7 +37,7 @@ from jaxcomm.steps.replication import LINEAR, OTHER, Axes, by_scope, naming_axes
 from jaxcomm.steps.shard_map import shard_map
 from jaxcomm.steps.sharding import spec_axes
 from jaxcomm.traffic import Program, count_bytes
-from jaxcomm.types import is_per_worker
+from jaxcomm.types import AccumulatedState, DelayedState, is_per_worker
 
 
 @jax.tree_util.register_dataclass
@@ -454,18 +455,29 @@ class DataParallel:
             if is_exchange or name.split("/")[0] in scalars:
                 inputs[i] |= {GIVEN if is_exchange else _follows(name)}
         varying = _varying_outputs(traced.jaxpr, inputs, frozenset(axes))
+        noted, places = list(about), jax.tree.leaves(jax.tree.map(lambda spec: len(spec) - 1, specs))
+        local = zip(jax.tree.leaves(_local_shapes(arrays, specs, workers)), places, strict=True)
+        local_rows = {x.shape[place] for x, place in local if place >= 0 and workers > 1} - {0}
+        shapes_alone = _local_shapes(arrays, (state.pick(_specs(spread_state)), [P()] * len(batch.arrays)), workers)
+        counts = _counts(traced.jaxpr, inputs, own_step, local_rows, shapes_alone, axes)
+        about[:] = noted  # an only worker's outputs may be named otherwise
         is_summed = [False] * len(names)
         if (pattern := self._said["sum"]) is not None:
             differs = {
-                leaf.origin: not array_axes.isdisjoint(axes) for leaf, array_axes in zip(about, varying, strict=True)
+                leaf.origin: is_count or not array_axes.isdisjoint(axes)
+                for leaf, array_axes, is_count in zip(about, varying, counts, strict=True)
             }
             sums = {leaf.origin for leaf in about if leaf.said == "sum"}
-            for i, (name, spec) in enumerate(zip(names, specs[0], strict=True)):
-                is_named = name in sums or re.search(pattern, name) is not None
+            loose = {
+                x.dtype for leaf, x in zip(about, out.arrays, strict=True) if leaf.said == "sum" and not leaf.origin
+            }
+            for i, (name, x, spec) in enumerate(zip(names, state.arrays, specs[0], strict=True)):
+                is_bare = not jnp.ndim(x) and _is_array(spread_state.get(name)) and jnp.result_type(x) in loose
+                is_named = name in sums or is_bare or re.search(pattern, name) is not None
                 is_summed[i] = spec == P() and is_named and differs.get(name, True)  # a counter needs no sum
                 inputs[i] |= {LINEAR} if is_summed[i] else set()
             varying = _varying_outputs(traced.jaxpr, inputs, frozenset(axes))
-        hows = self._hows(about, out.arrays, varying, scalars)
+        hows = self._hows(about, out.arrays, varying, scalars, counts)
         out_specs = [leaf.spec for leaf in about]
 
         def whole_step(own_state: list[Any], own_batch: list[Any]) -> list[Any]:
@@ -484,25 +496,36 @@ class DataParallel:
         rows = self._said["rows"]
         return rows is not None and re.search(rows, name) is not None
 
-    def _hows(self, about: list["_Leaf"], arrays: list[Any], varying: list[Axes], scalars: set[str]) -> list[str]:
+    def _hows(
+        self, about: list["_Leaf"], arrays: list[Any], varying: list[Axes], scalars: set[str], counts: list[bool]
+    ) -> list[str]:
         """Returns how the workers' values of each output become one: "mean", "sum", "max", and "" for one as it is.
+
+        Numbers of a worker's rows are to be summed; those in a mean, as the counts of a metric, are left to it.
 
         Raises:
           ValueError: naming the outputs that differ between workers and of which nothing is said.
         """
         hows: list[str] = []
         refused: list[tuple[str, _Leaf, bool]] = []
-        for leaf, array, array_axes in zip(about, arrays, varying, strict=True):
+        for leaf, array, array_axes, is_count in zip(about, arrays, varying, counts, strict=True):
             is_float, is_bool = (jnp.issubdtype(array.dtype, kind) for kind in (jnp.floating, jnp.bool_))
             is_state = bool(leaf.origin) and not leaf.is_loss(array_axes, scalars)
             usual = "mean" if array.shape == () and not is_state else ""
-            differs = not array_axes.isdisjoint(self.mesh.axis_names) and leaf.spec == P()
             reduction = leaf.said or usual
+            is_sum = is_count and (reduction in ("sum", "") or not (leaf.said or is_float))
+            differs = leaf.spec == P() and (is_sum or not array_axes.isdisjoint(self.mesh.axis_names))
             if differs and reduction == "sum" and OTHER in array_axes:
                 raise ValueError(
                     f"sum= must name sums over rows; got {leaf.name!r}, in which the old value, too, goes through "
                     "something else than sums and constant factors. Leave it out of the state and compute it from the "
                     "sums where it is used; or sum over the workers inside the step, by jax.lax.psum."
+                )
+            if differs and reduction == "mean" and nnx.is_spread(leaf.name):
+                raise ValueError(
+                    f"mean= must name means over rows; got {leaf.name!r}, squares of distances from a worker's own "
+                    "mean. Give the metric the values of all workers: "
+                    f"metric.update(values=jax.lax.all_gather(values, {self._axes[0]!r}, tiled=True))."
                 )
             takes = {"mean": is_float, "sum": not is_bool, "max": True, "": False}[reduction]
             hows.append(reduction if differs else "")
@@ -657,32 +680,50 @@ def _traced(tree: Any) -> list[bool]:
     return flags
 
 
+def _is_owner(node: Any) -> bool:
+    """Returns whether a node is a `PerWorker`, or the state of an exchange or of a chain around it, which has some."""
+    return is_per_worker(node) or is_exchange_state(node) or isinstance(node, AccumulatedState | DelayedState)
+
+
+def _members(node: Any) -> int:
+    """Returns the axes of `jax.vmap` in front of the rows of a node: of models with a state each, as in an ensemble."""
+    exchange = next(exchange_states(node), None)
+    return 0 if exchange is None else jnp.ndim(jax.tree.leaves(exchange.step)[0])
+
+
 def _specs(tree: Any) -> list[P]:
     """Returns the PartitionSpec of every leaf: `state_specs` as a list, since not every tree can hold them."""
     specs: list[P] = []
-    for node in jax.tree.leaves(tree, is_leaf=is_per_worker):
-        spec = P(node.axes[0] if len(node.axes) == 1 else node.axes) if is_per_worker(node) else P()
-        specs += [spec] * len(jax.tree.leaves(node))
+    for owner in jax.tree.leaves(tree, is_leaf=_is_owner):
+        for node in jax.tree.leaves(owner, is_leaf=is_per_worker):
+            axes = (node.axes[0] if len(node.axes) == 1 else node.axes) if is_per_worker(node) else None
+            spec = P() if axes is None else P(*[None] * _members(owner), axes)
+            specs += [spec] * len(jax.tree.leaves(node))
     return specs
 
 
 def _spread(state: Any, workers: int) -> Any:
     """Gives a state that is fresh from `tx.init` a row for each worker."""
 
-    def rows(leaf: Any) -> Any:
-        if leaf.shape[0] == workers or isinstance(leaf, jax.ShapeDtypeStruct):
+    def rows(leaf: Any, axis: int) -> Any:
+        count = leaf.shape[axis]
+        if count == workers or isinstance(leaf, jax.ShapeDtypeStruct):
             return leaf
-        if leaf.shape[0] != 1:
+        if count != 1:
             raise ValueError(
-                f"A state must have a row for each worker; got {leaf.shape[0]} rows for {workers} workers. Use "
+                f"A state must have a row for each worker; got {count} rows for {workers} workers. Use "
                 "jaxcomm.resize_workers to continue with another number of them; an array with several rows for each "
                 "worker is no PerWorker: name it by rows=."
             )
-        return jnp.repeat(jnp.asarray(leaf), workers, axis=0)
+        return jnp.repeat(jnp.asarray(leaf), workers, axis=axis)
 
-    return jax.tree.map(
-        lambda node: jax.tree.map(rows, node) if is_per_worker(node) else node, state, is_leaf=is_per_worker
-    )
+    def spread(owner: Any) -> Any:
+        of_rows = partial(rows, axis=_members(owner))
+        return jax.tree.map(
+            lambda node: jax.tree.map(of_rows, node) if is_per_worker(node) else node, owner, is_leaf=is_per_worker
+        )
+
+    return jax.tree.map(spread, state, is_leaf=_is_owner)
 
 
 def _note_rows(error: Exception, workers: int, batch: _Packed, cut: list[P], named_arrays: Iterable[Any]) -> None:
@@ -718,8 +759,8 @@ def _pattern(leaf: _Leaf) -> str:
     parts = path.split("/")
     if "batch_stats" in parts:
         return "batch_stats"
-    is_word = len(parts[-1]) > 2 and not parts[-1].isdigit()
-    return re.escape(parts[-1]) if is_word else f"^{re.escape(path)}$"
+    word = re.search(r"[A-Za-z]\w{2,}", parts[-1])  # of a name, or of what stands for it in a path, as an error's type
+    return word[0] if word else f"^{re.escape(path)}$"
 
 
 def _buffers(array: Any) -> Any:
@@ -786,7 +827,44 @@ def _is_of_exchange(tree: Any) -> list[bool]:
 GIVEN, EXCHANGED = "(given to an exchange)", "(exchanged)"
 
 
-def _varying_outputs(jaxpr: Any, inputs: list[Axes], axes: Axes) -> list[Axes]:
+def _local_shapes(arrays: Any, specs: Any, workers: int) -> Any:
+    """Returns the shapes of a worker's own part of arrays."""
+
+    def local(x: Any, spec: P) -> jax.ShapeDtypeStruct:
+        shape = list(jnp.shape(x))
+        if spec != P():
+            shape[len(spec) - 1] //= workers
+        return jax.ShapeDtypeStruct(shape, jnp.result_type(x))
+
+    return jax.tree.map(local, arrays, specs)
+
+
+def _counts(
+    jaxpr: Any, inputs: list[Axes], step: Callable[..., Any], rows: set[int], shapes: Any, axes: tuple[str, ...]
+) -> list[bool]:
+    """Returns which outputs of a traced `shard_map`, the same on all workers, have numbers of a worker's rows in them.
+
+    Args:
+      jaxpr: the program.
+      inputs: the axes along which its inputs differ.
+      step: a worker's part of it.
+      rows: the numbers of a worker's rows.
+      shapes: the arguments of the step on an only worker.
+      axes: the axes of workers.
+    """
+    (eqn,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "shard_map"]
+    body = eqn.params["jaxpr"]
+
+    def follow(literals: Literals) -> list[bool]:
+        outputs = _varying_outputs(jaxpr, inputs, frozenset(axes), literals)
+        others = {*axes, EXCHANGED}
+        return [COUNTED in marks and not any(m in others or m[0] == "#" for m in marks) for marks in outputs]
+
+    suspects = follow(multiples(body, rows))
+    return follow(differences(body, step, shapes, axes)) if any(suspects) else suspects
+
+
+def _varying_outputs(jaxpr: Any, inputs: list[Axes], axes: Axes, literals: Literals | None = None) -> list[Axes]:
     """Returns the axes, and marks, of the outputs of a traced `shard_map`.
 
     Collectives inside a loss (SyncBN, a contrastive loss, counts of valid tokens) are right: untracked, the gradient is
@@ -822,7 +900,7 @@ def _varying_outputs(jaxpr: Any, inputs: list[Axes], axes: Axes) -> list[Axes]:
         reduces = any(in_axes & axes for in_axes in ins)  # not what is the same on all workers
         return [in_axes | {marks[id(eqn)]} for in_axes in out] if reduces else out
 
-    output_axes = varying_axes(body, [axes_of_input.get(v, frozenset()) for v in eqn.invars], see)
+    output_axes = varying_axes(body, [axes_of_input.get(v, frozenset()) for v in eqn.invars], see, literals)
     differ = sum(size for size, names in sizes.values() if names & axes)
     reduced = [
         (size, names & reductions.keys())

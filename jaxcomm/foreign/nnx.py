@@ -42,6 +42,11 @@ def names(tree: Any) -> list[str]:
     return leaf_names
 
 
+def is_spread(name: str) -> bool:
+    """Returns whether a name of `names` is that of the squares in an `nnx.metrics.Welford`, which have no mean."""
+    return name.rpartition("/")[2] == "m2:MetricState"
+
+
 def update(old: Any, new: Any) -> None:
     """Copies the values of new objects into old ones of the same structure."""
     nnx = _nnx()

@@ -1,0 +1,266 @@
+"""What users' own scripts do around a step: counters, ensembles, checks, pickles. Each is compared with one device."""
+
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.experimental import checkify
+
+import jaxcomm as jc
+
+K, ROWS = 4, 16
+
+
+def params_of(seed):
+    return {"w": jax.random.normal(jax.random.key(seed), (40, 30)), "b": jnp.zeros(30)}
+
+
+def batch_of(seed):
+    random = np.random.default_rng(seed)
+    return {"x": random.normal(size=(ROWS, 40)).astype(np.float32), "y": random.integers(0, 30, ROWS)}
+
+
+def logits_of(params, batch):
+    return batch["x"] @ params["w"] + params["b"]
+
+
+def losses_of(params, batch):
+    return optax.softmax_cross_entropy_with_integer_labels(logits_of(params, batch), batch["y"])
+
+
+def loss_of(params, batch):
+    return losses_of(params, batch).mean()
+
+
+def trained(tx, others, step, wrap=jax.jit, count=2):
+    """Takes steps (state, others, batch) -> (state, others), without and with an exchange; returns the last outputs."""
+    state = params_of(0), tx.init(params_of(0))
+
+    def whole(state, others, batch):
+        params, opt_state = state
+        gradients = jax.grad(loss_of)(params, batch)
+        updates, opt_state = tx.update(gradients, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), step(others, params, batch)
+
+    wrapped = wrap(whole)
+    for number in range(count):
+        state, others = wrapped(state, others, batch_of(number))
+    return others
+
+
+def on_workers(**options):
+    return lambda step: jc.data_parallel(step, jc.make_mesh(data=K), batch=2, **options)
+
+
+DENSE = jc.chain(jc.plump_dp(), optax.sgd(0.1))
+
+
+def count_rows(others, params, batch):
+    del params
+    return {"seen": others["seen"] + batch["x"].shape[0], "steps": others["steps"] + 1}
+
+
+COUNTS = {"seen": jnp.zeros((), jnp.int32), "steps": jnp.zeros((), jnp.int32)}
+
+
+def test_a_count_of_rows_by_their_shape_is_refused_with_a_remedy():
+    with pytest.raises(ValueError, match=r"got '1/seen' int32\[\] \(state\).*sum='seen'"):
+        trained(DENSE, COUNTS, count_rows, on_workers())
+
+
+def test_a_count_of_rows_by_their_shape_is_that_of_all_workers():
+    """The count of steps, which the pattern finds too, goes on as on one device."""
+    alone = trained(optax.sgd(0.1), COUNTS, count_rows)
+    assert trained(DENSE, COUNTS, count_rows, on_workers(sum="seen|steps")) == alone == {"seen": 32, "steps": 2}
+
+
+def test_a_count_that_the_step_sums_by_itself_is_left_alone():
+    def count(others, params, batch):
+        return {"seen": others["seen"] + jax.lax.psum(batch["x"].shape[0], "data")}
+
+    assert trained(DENSE, {"seen": 0}, count, on_workers())["seen"] == 32
+
+
+def test_a_number_of_a_program_that_is_a_number_of_rows_by_chance_is_none():
+    def cycle(others, params, batch):
+        return {"turn": (others["turn"] + 1) % (ROWS // K)}
+
+    assert trained(DENSE, {"turn": jnp.zeros((), jnp.int32)}, cycle, on_workers(), count=3)["turn"] == 3
+
+
+def test_right_answers_and_their_number_are_summed_alike():
+    def score(others, params, batch):
+        del others
+        return {"right": (logits_of(params, batch).argmax(-1) == batch["y"]).sum(), "rows": len(batch["y"])}
+
+    alone = trained(optax.sgd(0.1), {}, score)
+    assert trained(DENSE, {}, score, on_workers(sum="right|rows")) == alone
+
+
+def test_a_bare_count_goes_on_from_its_old_value():
+    def step(right, params, batch):
+        return right + (logits_of(params, batch).argmax(-1) == batch["y"]).sum()
+
+    alone = trained(optax.sgd(0.1), jnp.int32(5), step)
+    assert trained(DENSE, jnp.int32(5), step, on_workers(sum="^1$")) == alone
+
+
+@pytest.mark.parametrize("pattern", ["mean", "sum"])
+def test_metrics_of_nnx_are_those_of_all_rows(pattern):
+    def run(tx, wrap):
+        model = nnx.Linear(40, 30, rngs=nnx.Rngs(0))
+        optimizer, metrics = nnx.Optimizer(model, tx, wrt=nnx.Param), nnx.metrics.Accuracy()
+
+        def step(model, optimizer, metrics, batch):
+            def loss_fn(model):
+                logits = model(batch["x"])
+                return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean(), logits
+
+            gradients, logits = nnx.grad(loss_fn, has_aux=True)(model)
+            metrics.update(logits=logits, labels=batch["y"])
+            optimizer.update(model, gradients)
+
+        wrapped = wrap(step)
+        for number in range(2):
+            wrapped(model, optimizer, metrics, batch_of(number))
+        return metrics.compute()
+
+    together = run(DENSE, lambda step: jc.data_parallel(step, jc.make_mesh(data=K), batch=3, **{pattern: "Metric"}))
+    np.testing.assert_allclose(together, run(optax.sgd(0.1), nnx.jit), rtol=1e-6)
+
+
+@pytest.mark.parametrize("is_gathered", [False, True], ids=["own values", "all values"])
+def test_a_spread_of_nnx_has_the_values_of_all_workers(is_gathered):
+    def run(tx, wrap, gather):
+        model = nnx.Linear(40, 30, rngs=nnx.Rngs(0))
+        optimizer, metric = nnx.Optimizer(model, tx, wrt=nnx.Param), nnx.metrics.Welford()
+
+        def step(model, optimizer, metric, batch):
+            def loss_fn(model):
+                losses = optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]), batch["y"])
+                return losses.mean(), losses
+
+            gradients, losses = nnx.grad(loss_fn, has_aux=True)(model)
+            metric.update(values=gather(losses))
+            optimizer.update(model, gradients)
+
+        wrapped = wrap(step)
+        for number in range(2):
+            wrapped(model, optimizer, metric, batch_of(number))
+        return metric.compute().standard_deviation
+
+    def together(gather, **options):
+        return run(DENSE, lambda step: jc.data_parallel(step, jc.make_mesh(data=K), batch=3, **options), gather)
+
+    if is_gathered:
+        alone = run(optax.sgd(0.1), nnx.jit, lambda losses: losses)
+        np.testing.assert_allclose(together(lambda x: jax.lax.all_gather(x, "data", tiled=True)), alone, rtol=1e-5)
+    else:
+        with pytest.raises(ValueError, match=r"squares of distances.*all_gather"):
+            together(lambda losses: losses, mean="Metric")
+
+
+METHODS = [jc.plump_dp(), jc.topk(0.9), jc.quant_dp(8), jc.powersgd(2), jc.sign()]
+
+
+@pytest.mark.parametrize("exchange", METHODS, ids=[tx.method.name for tx in METHODS])
+def test_members_of_an_ensemble_are_trained_as_each_alone(exchange):
+    """An optimizer under `jax.vmap`: members are no workers, and each has rows of its own."""
+    tx, mesh = jc.chain(exchange, optax.adam(1e-2)), jc.make_mesh(data=K)
+
+    def alone(seed):
+        params = params_of(seed)
+
+        def step(state, batch):
+            params, opt_state = state
+            updates, opt_state = tx.update(jax.grad(loss_of)(params, batch), opt_state, params)
+            return optax.apply_updates(params, updates), opt_state
+
+        wrapped, state = jc.data_parallel(step, mesh), (params, tx.init(params))
+        for number in range(2):
+            state = wrapped(state, batch_of(number))
+        return state[0]
+
+    def step(state, batch):
+        params, opt_state = state
+        gradients = jax.vmap(jax.grad(loss_of), (0, None))(params, batch)
+        updates, opt_state = jax.vmap(tx.update)(gradients, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    params = jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(params_of, range(3)))
+    wrapped, state = jc.data_parallel(step, mesh, check_every=1), (params, jax.vmap(tx.init)(params))
+    for number in range(2):
+        state = wrapped(state, batch_of(number))
+    for seed in range(3):
+        for name, leaf in alone(seed).items():
+            np.testing.assert_allclose(state[0][name][seed], leaf, rtol=1e-5, atol=1e-5)
+
+
+def checked_step(state, batch):
+    checkify.check(jnp.isfinite(batch["x"]).all(), "rows must be finite")
+    params, opt_state = state
+    updates, opt_state = DENSE.update(jax.grad(loss_of)(params, batch), opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
+
+
+@pytest.mark.parametrize("is_around", [True, False], ids=["around", "inside"])
+def test_an_error_of_checkify_on_one_worker_is_reported(is_around):
+    mesh = jc.make_mesh(data=K)
+    inside = jc.data_parallel(checkify.checkify(checked_step), mesh, max="ErrorEffect")
+    step = checkify.checkify(jc.data_parallel(checked_step, mesh)) if is_around else inside
+    state, bad = inside.place((params_of(0), DENSE.init(params_of(0)))), batch_of(1)
+    bad["x"][5, 2] = np.nan
+    error, state = step(state, batch_of(0))
+    assert error.get() is None
+    error, _ = step(state, bad)
+    assert "rows must be finite" in error.get()
+
+
+def test_the_pattern_for_an_error_of_checkify_is_a_word():
+    step = jc.data_parallel(checkify.checkify(checked_step), jc.make_mesh(data=K))
+    with pytest.raises(ValueError, match="max='ErrorEffect'"):
+        step((params_of(0), DENSE.init(params_of(0))), batch_of(0))
+
+
+WITH_OTHERS = {
+    "a second exchange": lambda: jc.topk(0.9, where="w", others=jc.plump_dp()),
+    "frozen": lambda: jc.topk(0.9, where="w", others=optax.set_to_zero()),
+}
+
+
+@pytest.mark.parametrize("case", WITH_OTHERS)
+def test_a_state_with_where_is_pickled(case):
+    tx = jc.chain(WITH_OTHERS[case](), optax.adam(1e-2))
+    state = tx.init(params_of(0))
+    again = pickle.loads(pickle.dumps(state))
+    np.testing.assert_array_equal(again[0].residual.rows, state[0].residual.rows)
+    assert again[0].method == state[0].method
+
+    step = jc.data_parallel(lambda s, b: tx.update(jax.grad(loss_of)(s[0], b), s[1], s[0])[0], jc.make_mesh(data=K))
+    ours, theirs = (step((params_of(0), item), batch_of(0)) for item in (state, again))
+    np.testing.assert_array_equal(ours["w"], theirs["w"])
+    np.testing.assert_array_equal(ours["b"], theirs["b"])
+    assert theirs["b"].any() == (case == "a second exchange")
+
+
+@pytest.mark.parametrize("options", [{"accumulate": 2}, {"delay": 1}], ids=["accumulate", "delay"])
+def test_a_map_over_what_has_the_shape_of_parameters_finds_the_moments_alone(options):
+    tx = jc.chain(jc.topk(0.9), optax.adam(1e-2), **options)
+    state = tx.init(params_of(0))
+    mapped = optax.tree_map_params(tx, lambda leaf: leaf + 5, state)
+    changed = {
+        jax.tree_util.keystr(path)
+        for (path, old), new in zip(jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(mapped), strict=True)
+        if (np.asarray(old) != np.asarray(new)).any()
+    }
+    assert len(changed) == 4
+    assert all(".mu" in path or ".nu" in path for path in changed)
+
+
+def test_a_tree_without_leaves_is_named():
+    with pytest.raises(ValueError, match=r"must have.*; got"):
+        jc.topk(0.9, where="a", others=optax.set_to_zero()).init({"a": None})
