@@ -22,13 +22,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from flax import nnx
+
 import jaxcomm as jc
+from benchmarks import harness
 from benchmarks.activation_ablations import Scheme, make_ablation, sketch, topk_gradient
-from benchmarks.control import run
 from configs import CONFIGS
 from configs.dlrm_criteo import TABLE_SIZES
 from configs.experiment import BoundaryFields, Experiment
 from configs.methods import DctDp, Method, PlumpDp
+from models.functional import split
+from train.architectures import MODELS
+from train.job import make_job
+from train.loop import train
+from train.methods import make_exchange
+from train.processes import Processes, prepare_jax
 from train.records import Record, Records
 from train.tables import print_table, stdev
 
@@ -130,18 +138,12 @@ class Config:
 
     experiment: Literal["dlrm_clicks", "dlrm_flights", "dlrm_movielens"] = "dlrm_clicks"
     """What is trained: generated clicks, or real rows, which you prepare."""
-    seeds: int = 3
-    """Runs of each setting, with the seeds 0, 1, ..."""
-    steps: int = 1000
-    """Training steps of 128 rows."""
-    life_span: int = 10
-    """Steps between two refreshes of DCT-DP's thresholds; the paper's 1000 suits its 300,000 steps."""
-    system: str = "all"
-    """A system's name, such as "DCT-MP"; or all. The dense run is always included."""
-    sparsities: tuple[float, ...] = ()
-    """Only settings with one of these; all if not given."""
-    data_dir: Path | None = None
-    """Folder of prepared datasets."""
+    seeds: int = 3  # Runs of each setting, with the seeds 0, 1, ...
+    steps: int = 1000  # Training steps of 128 rows.
+    life_span: int = 10  # Steps between two refreshes of DCT-DP's thresholds; the paper's 1000 suits its 300,000 steps.
+    system: str = "all"  # A system's name, such as "DCT-MP"; or all. The dense run is always included.
+    sparsities: tuple[float, ...] = ()  # Only settings with one of these; all if not given.
+    data_dir: Path | None = None  # Folder of prepared datasets.
     json: Path | None = None
     """File for the rows of the table, each written as soon as it is there; rows that it has are not trained again. A
     file with other steps, seeds or life span is refused."""
@@ -149,8 +151,7 @@ class Config:
 
 def main(config: Config) -> None:
     """Trains all settings, prints the table, and writes it where asked."""
-    if config.seeds < 1 or config.steps < 1:
-        raise ValueError(f"--seeds and --steps must be at least 1; got {config.seeds} and {config.steps}.")
+    harness.check_least(config, 1, "seeds", "steps")
     settings = [
         s
         for s in SETTINGS
@@ -165,14 +166,12 @@ def main(config: Config) -> None:
             f"--system must be one of {sorted({s.system for s in SETTINGS})}, or all, and --sparsities those of its "
             f"settings, or none; got {config.system!r} and {config.sparsities}."
         )
-    from train.processes import prepare_jax
-
     prepare_jax(6)
     store, shared = Records(config.json), {name: getattr(config, name) for name in _SAME}
     store.check_same(shared, lambda record: record)
     records: list[Record] = []
     for setting in settings:
-        key = {"system": setting.system, "stages": setting.stages, "sparsity": setting.sparsity}
+        key = {name: getattr(setting, name) for name in ("system", "stages", "sparsity")}
         record = store.get(key, partial(train_setting, setting, config, records[0] if records else None))
         records.append(record | _paper(setting))
         last = records[-1]
@@ -193,12 +192,6 @@ def main(config: Config) -> None:
 
 def embeddings_note() -> str:
     """Returns a sentence on the bytes of exchanging the embeddings, by `wire_report` of their shapes."""
-    from flax import nnx
-
-    from models.functional import split
-    from train.architectures import MODELS
-    from train.methods import make_exchange
-
     experiment = CONFIGS["dlrm_criteo"]
     blocks = split(nnx.eval_shape(lambda: MODELS["dlrm"](TABLE_SIZES, rngs=nnx.Rngs(0)))).params
     layers = {name: block for name, block in blocks.items() if "table" not in block}
@@ -268,10 +261,6 @@ def train_setting(setting: Setting, config: Config, dense: Mapping[str, Any] | N
       config: of the run.
       dense: the row of the dense run; None if this is the dense run.
     """
-    from train.job import make_job
-    from train.loop import train
-    from train.processes import Processes
-
     experiment, method = experiment_of(setting, config)
     ablation = setting.scheme and make_ablation(experiment, method, setting.scheme)
     job, summaries, curves = ablation or make_job(experiment, method), [], []
@@ -310,4 +299,4 @@ def train_setting(setting: Setting, config: Config, dense: Mapping[str, Any] | N
 
 
 if __name__ == "__main__":
-    run(Config, __doc__, main)
+    harness.run(Config, __doc__, main)

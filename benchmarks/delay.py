@@ -8,103 +8,56 @@ of computing alone and of the rest of a step that exchanges at once. Hosts share
 coding at the same time as the gradient slow it down.
 """
 
-import dataclasses
 import statistics
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
-from benchmarks.control import (
-    Control,
-    check_run,
-    choose,
-    merge_records,
-    print_record,
-    read_records,
-    run,
-    run_hosts,
-    spread,
-)
-from benchmarks.netlab import Lab
+from benchmarks import harness
+from benchmarks.harness import Control, Options, Row
 from jaxcomm.planner.advice import candidates
-from train.tables import print_table, write_records
 
 WIDTH, LAYERS, IN_A_ROW = 1024, 4, 10
 METHODS = "plump_dp plump_dp(float16) quant_dp(8) sign dct_dp(0.99) powersgd(4)"
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Options):
     """Time delayed steps, and steps that exchange at once."""
 
-    hosts: int = 2
-    """Hosts, of one worker each."""
-    rate: str = "100mbit,1gbit"
-    """Link rates, separated by commas, or "none" for no limit."""
-    methods: str = METHODS
-    """Methods, separated by spaces, by their names in an advice."""
-    rows: int = 2048
-    """Rows per worker."""
-    steps: int = 5
-    """How many times ten steps are timed."""
-    json: Path | None = None
-    """File for the table, as a list of records."""
-
-
-@dataclass
-class Record:
-    """One method at one rate, milliseconds a step."""
-
-    method: str
-    hosts: int
-    rate: str
-    rows: int
-    ms_computing: float
-    ms_at_once: float
-    at_once_min: float
-    at_once_max: float
-    ms_longer: float
-    ms_median: float
-    ms_min: float
-    ms_max: float
-    times_faster: float
-    bytes_kernel: float | None
-    bytes_predicted: float
+    hosts: int = 2  # Hosts, of one worker each.
+    rate: str = "100mbit,1gbit"  # Link rates, separated by commas, or "none" for no limit.
+    methods: str = METHODS  # Methods, separated by spaces, by their names in an advice.
+    rows: int = 2048  # Rows per worker.
+    steps: int = 5  # How many times ten steps are timed.
 
 
 def main(config: Config) -> None:
     """Runs the hosts, prints the table, and writes it where asked."""
-    rates = check_run(config.rate, config.steps)
-    choose(candidates(local=False), config.methods.split())
-    with Lab(config.hosts, rates[0]) as lab:
-        outputs = run_hosts(lab, "benchmarks.delay")
-        records = merge_records([read_records(Record, text) for text in outputs], lab.isolated)
-    rows = [dataclasses.asdict(record) for record in records]
-    print_table("Milliseconds of a step: computing, at once, the longer of computing and the rest, delayed", rows)
-    write_records(config.json, rows)
+    rates = harness.check_run(config.rate, config.steps)
+    harness.choose(candidates(local=False), config.methods.split())
+    rows = harness.on_hosts(config.hosts, rates[0])
+    title = "Milliseconds of a step: computing, at once, the longer of computing and the rest, delayed"
+    harness.report(config.json, (title, rows))
 
 
-def run_host(config: Config) -> None:
-    """Runs one host's part; prints a JSON record for each method and rate."""
-    control = Control()
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-    from jax.sharding import NamedSharding
-    from jax.sharding import PartitionSpec as P
-
+def run_host(config: Config, control: Control) -> Iterator[Row]:
+    """Runs one host's part; yields a row for each method and rate."""
     mesh, random = jc.make_mesh(data=control.hosts), np.random.default_rng(0)
-    params = [
-        {
-            "kernel": (random.standard_normal((WIDTH, WIDTH)) / WIDTH**0.5).astype(np.float32),
-            "bias": np.zeros(WIDTH, np.float32),
-        }
-        for _ in range(LAYERS)
-    ]
+
+    def layer() -> dict[str, np.ndarray]:
+        kernel = (random.standard_normal((WIDTH, WIDTH)) / WIDTH**0.5).astype(np.float32)
+        return {"kernel": kernel, "bias": np.zeros(WIDTH, np.float32)}
+
+    params = [layer() for _ in range(LAYERS)]
     x = random.standard_normal((config.rows * control.hosts, WIDTH)).astype(np.float32)
     batch = jax.make_array_from_callback(x.shape, NamedSharding(mesh, P("data")), lambda index: x[index])
 
@@ -123,53 +76,42 @@ def run_host(config: Config) -> None:
 
     def time_steps(step: Any) -> tuple[list[float], float, float]:
         """Returns milliseconds per step, and a step's bytes: received, as counted by the kernel, and predicted."""
-        state = step.init(params)
-        for _ in range(3):
-            state, _ = step(state, batch)
-        jax.block_until_ready(state)
-        predicted, times, counts = step.report(state, batch).received, [], []
 
-        def several(state: Any) -> Any:
-            for _ in range(IN_A_ROW):
+        def several(state: Any, number: int = IN_A_ROW) -> Any:
+            for _ in range(number):
                 state, _ = step(state, batch)
             return state
 
-        for _ in range(config.steps):
-            ms, count, state = control.timed(partial(several, state))
-            times.append(ms / IN_A_ROW)
-            counts.append(count / IN_A_ROW)
-        return times, statistics.fmean(counts), predicted
+        state = jax.block_until_ready(several(step.init(params), 3))
+        predicted = step.report(state, batch).received
+        times, counts, _ = control.measure(several, state, config.steps)
+        return [ms / IN_A_ROW for ms in times], statistics.fmean(counts) / IN_A_ROW, predicted
 
     for rate in config.rate.split(","):
         control.set_rate(rate)
-        for name, tx in choose(candidates(local=False), config.methods.split()).items():
-            computing = statistics.median(
-                control.timed(lambda: gradient(copied, batch))[0] for _ in range(config.steps)
+        for name, tx in harness.choose(candidates(local=False), config.methods.split()).items():
+            computing = statistics.median(control.measure(lambda _: gradient(copied, batch), None, config.steps)[0])
+            (at_once, *_), (delayed, bytes_kernel, predicted) = (
+                time_steps(jc.make_train_step(loss_fn, jc.chain(tx, optax.sgd(1e-3, momentum=0.9), delay=delay), mesh))
+                for delay in (0, 1)
             )
-            results = []
-            for delay in (0, 1):
-                chain = jc.chain(tx, optax.sgd(1e-3, momentum=0.9), delay=delay)
-                results.append(time_steps(jc.make_train_step(loss_fn, chain, mesh)))
-            (at_once, _, _), (delayed, bytes_kernel, predicted) = results
             ms_at_once = statistics.median(at_once)
-            print_record(
-                Record(
-                    method=name,
-                    hosts=control.hosts,
-                    rate=rate,
-                    rows=config.rows,
-                    ms_computing=computing,
-                    ms_at_once=ms_at_once,
-                    at_once_min=min(at_once),
-                    at_once_max=max(at_once),
-                    ms_longer=max(computing, ms_at_once - computing),
-                    **spread(delayed),
-                    times_faster=ms_at_once / statistics.median(delayed),
-                    bytes_kernel=bytes_kernel,
-                    bytes_predicted=predicted,
-                )
-            )
+            yield {
+                "method": name,
+                "hosts": control.hosts,
+                "rate": rate,
+                "rows": config.rows,
+                "ms_computing": computing,
+                "ms_at_once": ms_at_once,
+                "at_once_min": min(at_once),
+                "at_once_max": max(at_once),
+                "ms_longer": max(computing, ms_at_once - computing),
+                **harness.spread(delayed),
+                "times_faster": ms_at_once / statistics.median(delayed),
+                "bytes_kernel": bytes_kernel,
+                "bytes_predicted": predicted,
+            }
 
 
 if __name__ == "__main__":
-    run(Config, __doc__, main, run_host)
+    harness.run(Config, __doc__, main, run_host)

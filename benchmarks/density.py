@@ -19,7 +19,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.control import run
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax import lax
+from sklearn.datasets import load_digits
+
+import jaxcomm as jc
+from benchmarks import harness
+from benchmarks.sparse_ring import received_on_ring
+from jaxcomm.codecs import value_codec
+from jaxcomm.codecs.indices import entropy_bits
+from jaxcomm.collectives.balanced import REGION_SLACK, Regions
+from jaxcomm.kernels.bits import popcount
+from jaxcomm.kernels.vectors import Stored
+from jaxcomm.layout import BLOCK_WORDS, plan_layout
+from jaxcomm.methods.iwp import draw_publishers
+from jaxcomm.selectors import compact, select_topk
+from jaxcomm.selectors.importance import importance
+from jaxcomm.selectors.topk import n_kept as slots
+from models.cnn import Cnn
+from models.functional import apply, split
+from train.data.digits import is_test_image
 from train.figures import label_ends
 from train.tables import print_table, write_records
 
@@ -32,24 +55,15 @@ EPS = 1e-6  # of importance, as in `iwp`
 class Config:
     """Show that the gradients of DGC get denser on a ring, and that those of a shared mask do not."""
 
-    workers: str = "4,16,48,96"
-    """Numbers of workers, separated by commas; the tables of hops are for the largest."""
-    kept: str = "0.001,0.01"
-    """Fractions of the coordinates that each worker selects, separated by commas."""
-    publishers: str = "1,4"
-    """Numbers of workers whose masks are united in the shared mask, separated by commas."""
-    steps: int = 30
-    """Training steps."""
-    samples: int = 3
-    """Steps in which masks are taken, evenly spaced up to the last; densities are means over them."""
-    rows: int = 8
-    """Images of each worker in a step."""
-    learning_rate: float = 0.05
-    """Learning rate."""
-    seed: int = 0
-    """Seed of the parameters, of the order of the images, and of the publishers."""
-    figure: Path = FIGURE
-    """File for the figure."""
+    workers: str = "4,16,48,96"  # Numbers of workers, separated by commas; the tables of hops are for the largest.
+    kept: str = "0.001,0.01"  # Fractions of the coordinates that each worker selects, separated by commas.
+    publishers: str = "1,4"  # Numbers of workers whose masks are united in the shared mask, separated by commas.
+    steps: int = 30  # Training steps.
+    samples: int = 3  # Steps in which masks are taken, evenly spaced up to the last; densities are means over them.
+    rows: int = 8  # Images of each worker in a step.
+    learning_rate: float = 0.05  # Learning rate.
+    seed: int = 0  # Seed of the parameters, of the order of the images, and of the publishers.
+    figure: Path = FIGURE  # File for the figure.
     json: Path | None = None
     """File for the records: one for every number of workers, fraction and hop, and those of the bytes."""
 
@@ -74,14 +88,9 @@ def main(config: Config) -> None:
 
 
 def _checked(config: Config) -> tuple[list[int], list[float], list[int]]:
-    try:
-        workers = sorted({int(K) for K in config.workers.split(",")})
-        fractions = sorted({float(fraction) for fraction in config.kept.split(",")})
-        publishers = sorted({int(r) for r in config.publishers.split(",")})
-    except ValueError as error:
-        raise ValueError(
-            f"--workers, --kept and --publishers must be numbers separated by commas; got {error}."
-        ) from None
+    workers = sorted(set(harness.numbers("--workers", config.workers)))
+    fractions = sorted(set(harness.numbers("--kept", config.kept, float)))
+    publishers = sorted(set(harness.numbers("--publishers", config.publishers)))
     if publishers[0] < 1 or publishers[-1] > workers[0] or not all(0 < fraction < 1 for fraction in fractions):
         raise ValueError(
             "--workers must be at least 1, --publishers from 1 to the fewest workers, and --kept between 0 and 1; got "
@@ -97,30 +106,21 @@ def _checked(config: Config) -> tuple[list[int], list[float], list[int]]:
 
 def measure(config: Config, K: int, fraction: float, publishers: Sequence[int]) -> list[dict[str, Any]]:
     """Trains with K workers, and counts the unions of their masks: one record for each hop."""
-    import numpy as np
-
-    from jaxcomm.layout import BLOCK_WORDS
-    from jaxcomm.methods.iwp import draw_publishers
-
     regions = regions_of(K, fraction)
     n = sum(regions.layout.sizes)
-    rings, shared, selected, fitting = [], [], [], []
+    rings, shared, selected, fitting, tensors = [], [], [], [], len(regions.layout.sizes)
     for step, largest, important in train(config, K, fraction):
         masks = cut(regions, largest)
         rings.append(hop_counts(masks))
         selected.append(np.bitwise_count(masks).sum())
         fitting.append(np.bitwise_count(accepted(regions, masks)).sum())
-        tensors = len(regions.layout.sizes)
-        draws = [np.asarray(draw_publishers(config.seed, np.int32(step), K, r, tensors)) for r in publishers]
-        # The publishers of every word's tensor, (n/32, r).
-        draws = [
-            np.repeat(publishers_of_block[regions.layout.segment_of_block()], BLOCK_WORDS, axis=0)
-            for publishers_of_block in draws
-        ]
-        masks = [
-            important[publishers_of_block.T, np.arange(important.shape[1])] for publishers_of_block in draws
-        ]  # (r, n/32) each
-        shared.append([np.bitwise_count(np.bitwise_or.reduce(mask)).sum() for mask in masks])
+        unions = []
+        for r in publishers:
+            drawn = np.asarray(draw_publishers(config.seed, np.int32(step), K, r, tensors))
+            of_words = np.repeat(drawn[regions.layout.segment_of_block()], BLOCK_WORDS, axis=0)  # (n/32, r)
+            union = np.bitwise_or.reduce(important[of_words.T, np.arange(important.shape[1])])
+            unions.append(np.bitwise_count(union).sum())
+        shared.append(unions)
     ring, common, density_of_worker = np.mean(rings, 0) / n, np.mean(shared, 0) / n, np.mean(selected) / (K * n)
     return [
         {
@@ -138,18 +138,6 @@ def measure(config: Config, K: int, fraction: float, publishers: Sequence[int]) 
 
 def train(config: Config, K: int, fraction: float) -> Any:
     """Trains by DGC; yields (step, masks of the largest, masks of the most important), (K, n/32) uint32 per mask."""
-    import jax
-    import numpy as np
-    import optax
-    from flax import nnx
-
-    import jaxcomm as jc
-    from jaxcomm.kernels.vectors import Stored
-    from jaxcomm.selectors import select_topk
-    from jaxcomm.selectors.importance import importance
-    from models.cnn import Cnn
-    from models.functional import apply, split
-
     images, labels = _digits()
     model = split(Cnn((8, 8, 1), 10, rngs=nnx.Rngs(config.seed)))
     layout = regions_of(K, fraction).layout
@@ -198,11 +186,6 @@ def train(config: Config, K: int, fraction: float) -> Any:
 
 def _digits() -> tuple[Any, Any]:
     """Returns the images to train on (1347, 8, 8, 1), from 0 to 1, and their labels."""
-    import numpy as np
-    from sklearn.datasets import load_digits
-
-    from train.data.digits import is_test_image
-
     images, labels = load_digits(return_X_y=True)
     is_train = ~is_test_image(labels)
     return (images.reshape(-1, 8, 8, 1) / 16).astype(np.float32)[is_train], labels.astype(np.int32)[is_train]
@@ -210,40 +193,23 @@ def _digits() -> tuple[Any, Any]:
 
 def shapes() -> Any:
     """Returns the shapes of the network's parameters."""
-    import jax
-    from flax import nnx
-
-    from models.cnn import Cnn
-    from models.functional import split
-
     return jax.eval_shape(lambda: split(Cnn((8, 8, 1), 10, rngs=nnx.Rngs(0))).params)
 
 
 def regions_of(K: int, fraction: float) -> Any:
     """Returns the regions of a ring of K workers, each of which keeps a fraction of the network's coordinates."""
-    from jaxcomm.codecs import value_codec
-    from jaxcomm.collectives.balanced import Regions
-    from jaxcomm.layout import plan_layout
-    from jaxcomm.selectors.topk import n_kept as slots
-
     layout = plan_layout(shapes(), dense_below=512, capacity=lambda n: slots(n, 1 - fraction))
     return Regions(layout, K, value_codec("bfloat16"))
 
 
 def cut(regions: Any, masks: Any) -> Any:
     """Cuts the workers' masks (K, n/32) into regions: (K, K, words of a region)."""
-    import numpy as np
-
     K, words = len(masks), regions.size // 32
     return np.pad(masks, ((0, 0), (0, K * words - masks.shape[1]))).reshape(K, K, words)
 
 
 def accepted(regions: Any, masks: Any) -> Any:
     """Keeps the part of the masks (K, K, words) that has a slot in its region of static capacity."""
-    import jax
-
-    from jaxcomm.selectors import compact
-
     return jax.jit(jax.vmap(jax.vmap(lambda row: compact(row, regions.region).words)))(masks)
 
 
@@ -256,13 +222,6 @@ def hop_counts(masks: Any) -> Any:
     Returns:
       (K,) the coordinates of all regions together, after each hop.
     """
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-    from jax import lax
-
-    from jaxcomm.kernels.bits import popcount
-
     K, region = len(masks), np.arange(len(masks))
 
     @jax.jit
@@ -278,11 +237,6 @@ def hop_counts(masks: Any) -> Any:
 
 def bytes_of(K: int, fraction: float, publishers: Sequence[int], hops: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Returns the bytes that a worker receives, by the ring and by shared masks, as one record."""
-    import jaxcomm as jc
-    from benchmarks.sparse_ring import received_on_ring
-    from jaxcomm.codecs.indices import entropy_bits
-    from jaxcomm.collectives.balanced import REGION_SLACK
-
     regions, params = regions_of(K, fraction), shapes()
     n, small = sum(regions.layout.sizes), regions.layout.n_dense
 
@@ -312,41 +266,32 @@ def bytes_of(K: int, fraction: float, publishers: Sequence[int], hops: Sequence[
 
 def draw(path: Path, hops: Sequence[dict[str, Any]], sizes: Sequence[dict[str, Any]]) -> None:
     """Draws density against hops, and bytes against workers, one column for each fraction, as a PNG file."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     fractions = sorted({record["kept"] for record in hops})
     largest = max(record["workers"] for record in hops)
     shared = next(name for name in hops[0] if name.startswith("shared_"))  # of the fewest publishers
     curves = {"ring": "DGC on a ring", "independent": "independent masks", shared: "shared mask"}
     costs = {"dense_bytes": "dense", "ring_bytes": "DGC on a ring", "gather_bytes": "DGC gathered"}
     costs |= {f"{shared}_bytes": "shared mask"}
-    figure, panels = plt.subplots(
-        2, len(fractions), figsize=(6 * len(fractions), 7), layout="constrained", squeeze=False
-    )
     last = max((r for r in hops if r["workers"] == largest), key=lambda r: (r["kept"], r["hop"]))
-    figure.suptitle(
-        f"{100 * last['kept']:g}% kept by each of {largest} workers: a sum on a ring fills up to {last['ring']:.0%}, "
-        f"with a shared mask it has {last[shared]:.1%}"
-    )
-    for (upper, lower), fraction in zip(panels.T, fractions, strict=True):
-        rows = [r for r in hops if r["kept"] == fraction and r["workers"] == largest]
-        for name, label in curves.items():
-            upper.plot([row["hop"] for row in rows], [100 * row[name] for row in rows], label=label)
-        upper.set(title=f"{100 * fraction:g}% kept, {largest} workers", xlabel="hop", ylabel="density, %", yscale="log")
-        rows = [r for r in sizes if r["kept"] == fraction]
-        for name, label in costs.items():
-            lower.plot([row["workers"] for row in rows], [row[name] for row in rows], marker=".", label=label)
-        lower.set(xlabel="workers", ylabel="bytes received per worker and step", yscale="log")
-        for panel in (upper, lower):
-            panel.grid(alpha=0.3)
-            label_ends(panel)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    with harness.figure(path, 2, len(fractions), (6 * len(fractions), 7), dpi=150) as (drawing, panels):
+        drawing.suptitle(
+            f"{100 * last['kept']:g}% kept by each of {largest} workers: a sum on a ring fills up to "
+            f"{last['ring']:.0%}, with a shared mask it has {last[shared]:.1%}"
+        )
+        for (upper, lower), fraction in zip(panels.T, fractions, strict=True):
+            rows = [r for r in hops if r["kept"] == fraction and r["workers"] == largest]
+            for name, label in curves.items():
+                upper.plot([row["hop"] for row in rows], [100 * row[name] for row in rows], label=label)
+            title = f"{100 * fraction:g}% kept, {largest} workers"
+            upper.set(title=title, xlabel="hop", ylabel="density, %", yscale="log")
+            rows = [r for r in sizes if r["kept"] == fraction]
+            for name, label in costs.items():
+                lower.plot([row["workers"] for row in rows], [row[name] for row in rows], marker=".", label=label)
+            lower.set(xlabel="workers", ylabel="bytes received per worker and step", yscale="log")
+            for panel in (upper, lower):
+                panel.grid(alpha=0.3)
+                label_ends(panel)
 
 
 if __name__ == "__main__":
-    run(Config, __doc__, main)
+    harness.run(Config, __doc__, main)

@@ -13,13 +13,15 @@ where the number of workers does not divide the 16 columns.
 import dataclasses
 import itertools
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-from benchmarks.control import run
+from benchmarks import harness
+from benchmarks.harness import Options, Row
 from configs import CONFIGS
 from configs.dlrm_criteo import TABLE_SIZES
-from train.tables import print_table, write_records
+from jaxcomm.accounting.hlo import read_program
+from train.data import ClickInfo
+from train.job import make_job
+from train.processes import prepare_jax
 
 MB = 10**6
 WAYS = ("exchange", "late", "columns", "rows")
@@ -27,22 +29,18 @@ DIM = 16
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Options):
     """Count the bytes and the memory of DLRM's step at Criteo's size in compiled programs."""
 
-    workers: str = "4,16,32"
-    """Numbers of workers, separated by commas."""
-    batch: int = CONFIGS["dlrm_criteo"].global_batch
-    """Rows per step, over all workers."""
-    json: Path | None = None
-    """File for the table, as a list of records."""
+    workers: str = "4,16,32"  # Numbers of workers, separated by commas.
+    batch: int = CONFIGS["dlrm_criteo"].global_batch  # Rows per step, over all workers.
 
 
 def main(config: Config) -> None:
     """Compiles every step, prints the table, and writes it where asked."""
-    workers = _checked(config)
-    from train.processes import prepare_jax
-
+    workers = harness.numbers("--workers", config.workers, least=1)
+    if config.batch < 1 or any(config.batch % K for K in workers):
+        raise ValueError(f"--workers must divide --batch evenly; got {config.workers} and {config.batch}.")
     prepare_jax(simulated_devices=max(workers))
     compare(config, workers, TABLE_SIZES)
 
@@ -54,16 +52,12 @@ def compare(config: Config, workers: list[int], sizes: tuple[int, ...]) -> None:
         if way != "columns" or DIM % K == 0:
             records.append(measure(way, K, config.batch, sizes))
             print(records[-1], flush=True)
-    print_table(f"DLRM of {sum(sizes):,} rows, {config.batch} rows a step: each worker's bytes and memory", records)
-    write_records(config.json, records)
+    title = f"DLRM of {sum(sizes):,} rows, {config.batch} rows a step: each worker's bytes and memory"
+    harness.report(config.json, (title, records))
 
 
-def measure(way: str, K: int, batch: int, sizes: tuple[int, ...]) -> dict[str, Any]:
+def measure(way: str, K: int, batch: int, sizes: tuple[int, ...]) -> Row:
     """Compiles one step and counts."""
-    from jaxcomm.accounting.hlo import read_program
-    from train.data import ClickInfo
-    from train.job import make_job
-
     experiment = dataclasses.replace(CONFIGS["dlrm_criteo"], embeddings=way, workers=K, global_batch=batch)
     if way == "exchange":  # DCT-DP is for the dense layers
         experiment = dataclasses.replace(experiment, compress="linear")
@@ -94,17 +88,5 @@ def tables_received(way: str, K: int, batch: int, sizes: tuple[int, ...]) -> flo
     return (K - 1) / K * 4 * words[way]
 
 
-def _checked(config: Config) -> list[int]:
-    try:
-        workers = [int(K) for K in config.workers.split(",")]
-    except ValueError as error:
-        raise ValueError(f"--workers must be numbers separated by commas; got {error}.") from None
-    if min(workers) < 1 or config.batch < 1 or any(config.batch % K for K in workers):
-        raise ValueError(
-            f"--workers must be at least 1 and divide --batch evenly; got {config.workers} and {config.batch}."
-        )
-    return workers
-
-
 if __name__ == "__main__":
-    run(Config, __doc__, main)
+    harness.run(Config, __doc__, main)

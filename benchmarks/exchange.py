@@ -15,24 +15,25 @@ and the most of all steps, and the median, least and most of times_faster, which
 same round.
 """
 
-import dataclasses
 import math
 import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
-from benchmarks.control import Control, check_run, merge_records, print_record, read_records, run, run_hosts, spread
+from benchmarks import harness
+from benchmarks.harness import Control, Options, Row
+from benchmarks.memory_traffic import read_memory_traffic
 from benchmarks.naive import naive_topk
-from benchmarks.netlab import Lab
 from benchmarks.shapes import count, shapes_of
-from train.tables import print_table, write_records
+from jaxcomm.accounting.hlo import read_program
 
 # (sparsity) -> the method; those without a sparsity ignore it.
 METHODS: dict[str, Callable[[float], optax.GradientTransformation]] = {
@@ -73,130 +74,58 @@ USUAL_STEP = 65  # neither a power of two nor a multiple of a period: dct_dp ref
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Options):
     """Time one exchange of gradients between real processes on rate-limited links."""
 
     shapes: str = "resnet50"
     """Shapes of the gradient: "resnet50" (161 tensors, 25.6M parameters), "alexnet", "vgg16", "googlenet", "dlrm",
     "transformer", or a number for one vector."""
-    hosts: int = 4
-    """Hosts, one worker each."""
-    rate: str = "100mbit,1gbit"
-    """Link rates, separated by commas: "100mbit", "1gbit", or "none" for no limit."""
+    hosts: int = 4  # Hosts, one worker each.
+    rate: str = "100mbit,1gbit"  # Link rates, separated by commas: "100mbit", "1gbit", or "none" for no limit.
     method: str = "plump_dp,topk,dct_dp,naive"
     """Methods, separated by commas, or "all": a transformation's name, or one followed by a setting (quant_dp_4: 4
     bits; random_k_ring: summed on a ring), or naive (lax.top_k with int32 indices)."""
-    sparsity: float = 0.99
-    """Fraction of coordinates that the sparse methods do not send."""
-    steps: int = 5
-    """Timed steps of each method and rate."""
-    rounds: int = 1
-    """Runs of all hosts."""
-    huge_pages: bool = False
-    """Let glibc back large arrays with huge pages (GLIBC_TUNABLES), for all methods."""
-    json: Path | None = None
-    """File for the table, as a list of records."""
-
-
-@dataclass
-class Record:
-    """One row of the table."""
-
-    method: str
-    hosts: int
-    rate: str
-    ms_median: float
-    ms_min: float
-    ms_max: float
-    bytes_kernel: float | None
-    bytes_predicted: float
-    bytes_compiled: float
-    compile_s: float
-    sizes_moved: float
-    sizes_held: float
-    ms_refresh: float | None
-    times_fewer_bytes: float | None = None
-    times_faster: float | None = None
-    times_faster_min: float | None = None
-    times_faster_max: float | None = None
+    sparsity: float = 0.99  # Fraction of coordinates that the sparse methods do not send.
+    steps: int = 5  # Timed steps of each method and rate.
+    rounds: int = 1  # Runs of all hosts.
+    huge_pages: bool = False  # Let glibc back large arrays with huge pages (GLIBC_TUNABLES), for all methods.
 
 
 def main(config: Config) -> None:
     """Runs the hosts, prints the table, and writes it where asked."""
     selected_methods(config.method, config.sparsity)
-    shapes_of(config.shapes)
-    rates = check_run(config.rate, config.steps)
-    if config.rounds < 1:
-        raise ValueError(f"--rounds must be at least 1; got {config.rounds}.")
+    size, rates = count(shapes_of(config.shapes)), harness.check_run(config.rate, config.steps)
+    harness.check_least(config, 1, "rounds")
     env = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} if config.huge_pages else {}
-    rounds = []
-    for _ in range(config.rounds):
-        with Lab(config.hosts, rates[0]) as lab:
-            outputs = run_hosts(lab, "benchmarks.exchange", env)
-            rounds.append(merge_records([read_records(Record, text) for text in outputs], lab.isolated))
-        _compare_with_dense(rounds[-1])
-    records = over_rounds(rounds)
-    print_table(
-        f"Exchange of {count(shapes_of(config.shapes)):,} parameters, sparsity {config.sparsity}, {config.hosts} hosts",
-        [dataclasses.asdict(record) for record in records],
-    )
-    write_records(config.json, [dataclasses.asdict(record) for record in records])
+    rounds = [harness.on_hosts(config.hosts, rates[0], env=env) for _ in range(config.rounds)]
+    title = f"Exchange of {size:,} parameters, sparsity {config.sparsity}, {config.hosts} hosts"
+    harness.report(config.json, (title, summary(rounds)))
 
 
-def _compare_with_dense(records: list[Record]) -> None:
-    for record in records:
-        dense = next((r for r in records if r.method == "plump_dp" and r.rate == record.rate), None)
-        if dense is not None:
-            record.times_faster = dense.ms_median / record.ms_median
-            if record.bytes_compiled:
-                record.times_fewer_bytes = dense.bytes_compiled / record.bytes_compiled
-
-
-def over_rounds(rounds: Sequence[list[Record]]) -> list[Record]:
-    """Returns a record for each of a round's: the median of times, bytes and ratios, and their least and most."""
-    records = []
-    for repeats in zip(*rounds, strict=True):
-        numbers = {
-            name: statistics.median(values)
-            for name in ("ms_median", "bytes_kernel", "compile_s", "ms_refresh", "times_faster")
-            if None not in (values := [getattr(record, name) for record in repeats])
+def summary(rounds: list[list[Row]]) -> list[Row]:
+    """Returns a row for each of a round's: the median of times, bytes and ratios, and their least and most."""
+    rounds = [harness.compare(rows, ["rate"], method="plump_dp") for rows in rounds]
+    rows = harness.over_rounds(rounds, "bytes_kernel", "compile_s", "ms_refresh", "times_faster")
+    for row, repeats in zip(rows, zip(*rounds, strict=True), strict=True):
+        ratios = [repeat["times_faster"] for repeat in repeats]
+        is_known = None not in ratios
+        row |= {
+            f"times_faster_{name}": pick(ratios) if is_known else None for name, pick in (("min", min), ("max", max))
         }
-        numbers |= {
-            "ms_min": min(record.ms_min for record in repeats),
-            "ms_max": max(record.ms_max for record in repeats),
-        }
-        if "times_faster" in numbers:
-            ratios = [record.times_faster for record in repeats]
-            numbers |= {"times_faster_min": min(ratios), "times_faster_max": max(ratios)}
-        records.append(dataclasses.replace(repeats[0], **numbers))
-    return records
+    return rows
 
 
-def run_host(config: Config) -> None:
-    """Runs one host's part: every method at every rate; prints a JSON record for each."""
-    control = Control()
-    import jax
-    import numpy as np
-    from jax.sharding import NamedSharding
-    from jax.sharding import PartitionSpec as P
+def run_host(config: Config, control: Control) -> Iterator[Row]:
+    """Runs one host's part: every method at every rate; yields a row for each."""
+    mesh, shapes = jc.make_mesh(data=config.hosts), shapes_of(config.shapes)
 
-    mesh = jc.make_mesh(data=config.hosts)
-    shapes = shapes_of(config.shapes)
+    def normal(seed: Any, *shape: int) -> np.ndarray:
+        return np.random.default_rng(seed).standard_normal(shape, np.float32)
 
-    def local_normal(index: int, shape: tuple[int, ...]) -> jax.Array:
-        rng = np.random.default_rng((control.host, index))
-        rows = rng.standard_normal((1, *shape), np.float32)
-        return jax.make_array_from_process_local_data(NamedSharding(mesh, P("data")), rows)
-
-    def shared_normal(index: int, shape: tuple[int, ...]) -> jax.Array:
-        values = np.random.default_rng(index).standard_normal(shape, np.float32)
-        return jax.make_array_from_process_local_data(NamedSharding(mesh, P()), values, shape)
-
-    gradients = [local_normal(index, shape) for index, shape in enumerate(shapes)]
-    weights = [shared_normal(index, shape) for index, shape in enumerate(shapes)]
+    gradients = harness.place(mesh, [normal((control.host, index), 1, *shape) for index, shape in enumerate(shapes)])
+    weights = harness.place(mesh, [normal(index, *shape) for index, shape in enumerate(shapes)], P())
     for method in selected_methods(config.method, config.sparsity):
-        for record in _time_method(method, config, mesh, gradients, weights, control):
-            print_record(record)
+        yield from _time_method(method, config, mesh, gradients, weights, control)
 
 
 def selected_methods(names: str, sparsity: float) -> list[str]:
@@ -206,29 +135,18 @@ def selected_methods(names: str, sparsity: float) -> list[str]:
       ValueError: for an unknown method, or one that does not take the sparsity.
     """
     methods = list(METHODS) if names == "all" else names.split(",")
-    if strangers := [method for method in methods if method not in METHODS]:
-        raise ValueError(
-            f"--method must be some of {', '.join(METHODS)}; got {', '.join(strangers)}. Separate them by commas."
-        )
-    for method in methods:
-        METHODS[method](sparsity)
+    for make in harness.choose(METHODS, methods, "--method").values():
+        make(sparsity)
     return methods
 
 
 def _time_method(
     method: str, config: Config, mesh: Any, gradients: list[Any], weights: list[Any], control: Control
-) -> list[Record]:
-    import jax
-    from jax.sharding import PartitionSpec as P
-
-    from benchmarks.memory_traffic import read_memory_traffic
-    from jaxcomm.accounting.hlo import read_program
-
+) -> Iterator[Row]:
     tx = METHODS[method](config.sparsity)
     like = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in weights]
     state_like = jax.eval_shape(tx.init, like)
     specs = jc.state_specs(state_like)
-
     is_local = jc.state.communication_period(state_like) is not None
     updated = P("data") if is_local else P()
 
@@ -250,59 +168,39 @@ def _time_method(
     )
 
     control.set_rate("none")
-    begin = time.perf_counter()
-    lowered = jax.jit(sharded, donate_argnums=1).lower(gradients, state, params)
-    compiled = lowered.compile()
-    compile_s = time.perf_counter() - begin
-    text = compiled.as_text()
-    compiled_bytes = float(read_program(text).received)
-    size, memory = 4 * count([leaf.shape for leaf in weights]), compiled.memory_analysis()
-    peak = (
-        memory.argument_size_in_bytes
-        + memory.temp_size_in_bytes
-        + memory.output_size_in_bytes
-        - memory.alias_size_in_bytes
-    )
-    predicted = jc.wire_report(tx, like, config.hosts).received
-    means, state = compiled(gradients, state, params)  # the first refresh, and Gloo's connections
-    jax.block_until_ready(means)
+    compiled, text, compile_s = harness.timed_compile(jax.jit(sharded, donate_argnums=1), gradients, state, params)
+    memory = compiled.memory_analysis()
+    held = memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes
+    size = 4 * count([leaf.shape for leaf in weights])
 
-    records = []
+    def step(state: Any) -> Any:
+        return compiled(gradients, state, params)[1]
+
+    def refreshing(state: Any) -> Any:
+        state = reset(state)
+        due = jax.jit(lambda: jnp.asarray(True), out_shardings=state.memory.due.sharding)()
+        return state.replace(memory=state.memory._replace(due=due))
+
+    state = jax.block_until_ready(step(state))  # the first refresh, and Gloo's connections
     for rate in config.rate.split(","):
         control.set_rate(rate)
-        times, counts = [], []
-        for _ in range(config.steps):
-            state = reset(state)
-            jax.block_until_ready(state)
-            ms, bytes_in, (_, state) = control.timed(partial(compiled, gradients, state, params))
-            times.append(ms)
-            counts.append(bytes_in)
+        times, counts, state = control.measure(step, state, config.steps, reset)
         refresh = None
         if method == "dct_dp" or method.startswith("slim_dp"):
-            refreshing = []
-            for _ in range(min(3, config.steps)):
-                state = reset(state)
-                due = jax.jit(lambda: jax.numpy.asarray(True), out_shardings=state.memory.due.sharding)()
-                state = state.replace(memory=state.memory._replace(due=due))
-                ms, _, (_, state) = control.timed(partial(compiled, gradients, state, params))
-                refreshing.append(ms)
-            refresh = statistics.median(refreshing)
-        records.append(
-            Record(
-                method=method,
-                hosts=config.hosts,
-                rate=rate,
-                **spread(times),
-                bytes_kernel=statistics.fmean(counts),
-                bytes_predicted=predicted,
-                bytes_compiled=compiled_bytes,
-                compile_s=compile_s,
-                sizes_moved=read_memory_traffic(text) / size,
-                sizes_held=peak / size,
-                ms_refresh=refresh,
-            )
-        )
-    return records
+            refresh, _, state = control.measure(step, state, min(3, config.steps), refreshing)
+        yield {
+            "method": method,
+            "hosts": config.hosts,
+            "rate": rate,
+            **harness.spread(times),
+            "bytes_kernel": statistics.fmean(counts),
+            "bytes_predicted": jc.wire_report(tx, like, config.hosts).received,
+            "bytes_compiled": float(read_program(text).received),
+            "compile_s": compile_s,
+            "sizes_moved": read_memory_traffic(text) / size,
+            "sizes_held": (held - memory.alias_size_in_bytes) / size,
+            "ms_refresh": refresh and statistics.median(refresh),
+        }
 
 
 def _has_residual(node: Any) -> bool:
@@ -311,13 +209,11 @@ def _has_residual(node: Any) -> bool:
 
 def make_usual(node: Any) -> Any:
     """Makes a state that has a residual that of a usual step: of zeros, and in another than the first steps."""
-    import jax
-
     if not _has_residual(node):
         return node
-    residual = jax.tree.map(jax.numpy.zeros_like, node.residual)
-    return node.replace(residual=residual, step=jax.numpy.full_like(node.step, USUAL_STEP))
+    residual = jax.tree.map(jnp.zeros_like, node.residual)
+    return node.replace(residual=residual, step=jnp.full_like(node.step, USUAL_STEP))
 
 
 if __name__ == "__main__":
-    run(Config, __doc__, main, run_host)
+    harness.run(Config, __doc__, main, run_host)

@@ -20,18 +20,23 @@ time of steps on as many hosts, then the loss.
 
 import dataclasses
 import statistics
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
 import numpy as np
 
-from benchmarks.control import Control, check_run, choose, merge_records, print_record, read_records, run, run_hosts
-from benchmarks.netlab import Lab
+from benchmarks import harness
+from benchmarks.harness import Control
 from benchmarks.papers.report import Difference, Lines, draw
 from configs import CONFIGS
 from configs.experiment import Architecture, BoundaryFields, Experiment
 from configs.methods import DctDp, Demo, LocalSgd, Method, PlumpDp, PowerSgd, SparseLoco, TopK
+from train.data import train_batches
+from train.job import make_job
+from train.processes import prepare_jax
 from train.records import Record, Records
 from train.seeds import settings_of, train_seeds
 from train.tables import print_table, stdev
@@ -65,53 +70,25 @@ WARM_UP = 4  # steps before the timed ones: the first compiles, and connections 
 class Config:
     """Train a GPT on real text by every method, or time its steps on hosts."""
 
-    experiment: str = "gpt_linux"
-    """The text: gpt_linux, which you prepare, or gpt_stdlib."""
-    methods: str = ",".join(METHODS)
-    """Methods, separated by commas."""
-    layers: int = 2
-    """Layers of the model."""
-    width: int = 128
-    """Features of a token."""
-    steps: int = 700
-    """Training steps."""
+    experiment: str = "gpt_linux"  # The text: gpt_linux, which you prepare, or gpt_stdlib.
+    methods: str = ",".join(METHODS)  # Methods, separated by commas.
+    layers: int = 2  # Layers of the model.
+    width: int = 128  # Features of a token.
+    steps: int = 700  # Training steps.
     learning_rate: float = 3e-3
     """Peak for Adam, Muon and DeMo's signs: it rises over a tenth of the steps, then falls by a cosine."""
-    batch: int = 16
-    """Rows per step, over all workers."""
-    workers: int = 4
-    """Simulated workers."""
-    stages: int = 1
-    """Cut the model into so many stages, on as many hosts, and compare the boundaries between them."""
-    micro_batches: int = 4
-    """Micro-batches of the pipeline."""
-    evaluations: int = 6
-    """Evaluations on the test split in a run."""
-    seeds: int = 3
-    """Runs of each method, with the seeds 0, 1, ..."""
-    hosts: int = 0
-    """Time steps on so many hosts, one worker each; 0 trains."""
-    rate: str = "100mbit"
-    """Speed of the hosts' links."""
-    timed_steps: int = 20
-    """Timed steps of each method."""
-    json: Path | None = None
-    """File for the records; those that it has with the same settings are not made again."""
-    figure: Path | None = None
-    """File for the curves, as PNG."""
-    data_dir: Path | None = None
-    """Folder of prepared datasets."""
-
-
-@dataclass
-class Timed:
-    """Milliseconds of a method's training steps on hosts, and the bytes that a host receives per step."""
-
-    method: str
-    ms_mean: float
-    ms_min: float
-    ms_max: float
-    bytes_kernel: float | None
+    batch: int = 16  # Rows per step, over all workers.
+    workers: int = 4  # Simulated workers.
+    stages: int = 1  # Cut the model into so many stages, on as many hosts, and compare the boundaries between them.
+    micro_batches: int = 4  # Micro-batches of the pipeline.
+    evaluations: int = 6  # Evaluations on the test split in a run.
+    seeds: int = 3  # Runs of each method, with the seeds 0, 1, ...
+    hosts: int = 0  # Time steps on so many hosts, one worker each; 0 trains.
+    rate: str = "100mbit"  # Speed of the hosts' links.
+    timed_steps: int = 20  # Timed steps of each method.
+    json: Path | None = None  # File for the records; those that it has with the same settings are not made again.
+    figure: Path | None = None  # File for the curves, as PNG.
+    data_dir: Path | None = None  # Folder of prepared datasets.
 
 
 def main(config: Config) -> None:
@@ -127,8 +104,6 @@ def main(config: Config) -> None:
         )
     if config.hosts:
         return
-    from train.processes import prepare_jax
-
     prepare_jax(max(config.workers, config.stages))
     train_methods(config, records)
 
@@ -137,9 +112,8 @@ def check(config: Config) -> None:
     """Raises ValueError for options that cannot work."""
     if config.experiment not in ("gpt_linux", "gpt_stdlib"):
         raise ValueError(f"--experiment must be gpt_linux or gpt_stdlib; got {config.experiment!r}.")
-    for name in ("layers", "width", "batch", "workers", "evaluations", "seeds", "stages", "micro_batches"):
-        if getattr(config, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1; got {getattr(config, name)}.")
+    sizes = ("layers", "width", "batch", "workers", "evaluations", "seeds", "stages", "micro_batches")
+    harness.check_least(config, 1, *sizes)
     if config.stages > 1 and (config.hosts or config.batch % config.micro_batches):
         raise ValueError(
             f"With --stages, --hosts must be 0 and --batch a multiple of --micro-batches; got --hosts {config.hosts} "
@@ -150,8 +124,7 @@ def check(config: Config) -> None:
             f"--steps must be at least --evaluations, and --hosts at least 0; got {config.steps}, {config.evaluations} "
             f"and {config.hosts}."
         )
-    if len(check_run(config.rate, config.timed_steps)) > 1:
-        raise ValueError(f"--rate must be one rate; got {config.rate}. Run this once for each.")
+    harness.check_run(config.rate, config.timed_steps, one=True)
     compared(config)
     if config.stages == 1 and config.batch % (config.hosts or config.workers):
         raise ValueError(f"--batch must be a multiple of the workers, or of the hosts; got {config.batch}.")
@@ -184,7 +157,7 @@ def compared(config: Config) -> dict[str, Method]:
     """Returns the methods, the dense one first; with stages, the dense method for every boundary."""
     if config.stages == 1:
         names = config.methods.split(",")
-        return choose(METHODS, ["dense", *(name for name in names if name != "dense")])
+        return harness.choose(METHODS, ["dense", *(name for name in names if name != "dense")])
     if config.methods != Config.methods:
         raise ValueError(f"With --stages, --methods must be left out; got {config.methods}. Boundaries are compared.")
     return dict.fromkeys(BOUNDARIES, METHODS["dense"])
@@ -225,24 +198,17 @@ def train_methods(config: Config, records: Records) -> None:
         rows,
     )
     if config.figure is not None:
-        shown = {
-            name: method_runs for name, method_runs in runs.items() if name != "bfloat16"
-        }  # dense, in half of the bytes
-        megabytes = {
-            name: [bytes_per_step / 1e6 for bytes_per_step in method_runs[0]["received"]]
-            for name, method_runs in shown.items()
-        }
+        shown = {name: own for name, own in runs.items() if name != "bfloat16"}  # dense, in half of the bytes
         panels = {
             _most_for_bytes(shown): {
-                name: (megabytes[name], _losses(method_runs)) for name, method_runs in shown.items()
+                name: ([count / 1e6 for count in own[0]["received"]], _losses(own)) for name, own in shown.items()
             }
         }
         axes = ["MB received by a worker"]
         if all(times.values()):
             seconds = {name: timed["ms_mean"] / 1e3 for name, timed in times.items() if timed}
             lines = {
-                name: ([seconds[name] * step for step in method_runs[0]["steps"]], _losses(method_runs))
-                for name, method_runs in shown.items()
+                name: ([seconds[name] * step for step in own[0]["steps"]], _losses(own)) for name, own in shown.items()
             }
             panels[_most_for_time(lines)] = lines
             axes.append(f"seconds at {config.rate}")
@@ -286,22 +252,16 @@ def time_methods(config: Config, records: Records, hosts: int) -> list[Record]:
     """Returns the timed steps of every method; runs the hosts if some are missing."""
     keys = {name: _key(config, name, hosts) for name in compared(config)}
     if any(records.find(key) is None for key in keys.values()):
-        with Lab(hosts, config.rate) as lab:
-            timed_records = [read_records(Timed, text) for text in run_hosts(lab, "benchmarks.gpt")]
-            for record in merge_records(timed_records, lab.isolated):
-                records.add(keys[record.method] | dataclasses.asdict(record) | {"isolated": lab.isolated})
-    timed_records = [record for key in keys.values() if (record := records.find(key)) is not None]
-    return [{field.name: record[field.name] for field in dataclasses.fields(Timed)} for record in timed_records]
+        for row in harness.on_hosts(hosts, config.rate):
+            records.add(keys[row["method"]] | row | {"isolated": row["bytes_kernel"] is not None})
+    columns = ("method", "ms_mean", "ms_min", "ms_max", "bytes_kernel")
+    return [
+        {name: record[name] for name in columns} for key in keys.values() if (record := records.find(key)) is not None
+    ]
 
 
-def time_host(config: Config) -> None:
-    """Runs one host's part: the steps of every method; prints JSON records."""
-    control = Control()
-    import jax
-
-    from train.data import train_batches
-    from train.job import make_job
-
+def run_host(config: Config, control: Control) -> Iterator[Record]:
+    """Runs one host's part: the steps of every method; yields a row for each."""
     rows_of = (control.host, control.hosts) if config.stages == 1 else (0, 1)  # the stages of a worker read the same
     for name, method in compared(config).items():
         control.set_rate("none")
@@ -309,23 +269,19 @@ def time_host(config: Config) -> None:
         job = make_job(experiment, method)
         where = {"process_index": rows_of[0], "process_count": rows_of[1], "data_dir": config.data_dir}
         batches = train_batches(experiment.dataset, global_batch=config.batch, seed=0, **where)
-        state, times, counts = job.start(0), [], []
 
-        def step(state: Any, job: Any = job, batches: Any = batches, by_rows: Any = job.by_rows) -> Any:
-            rows = next(batches)
-            placed = {key: jax.make_array_from_process_local_data(by_rows, column) for key, column in rows.items()}
-            return job.step(state, placed)
+        def step(state: Any, job: Any = job, batches: Any = batches) -> Any:
+            rows = next(batches).items()
+            placed = {key: jax.make_array_from_process_local_data(job.by_rows, column) for key, column in rows}
+            return job.step(state, placed)[0]
 
-        for number in range(WARM_UP + config.timed_steps):
-            if number == WARM_UP:
-                control.set_rate(config.rate)
-            ms, count, (state, _) = control.timed(lambda state=state, step=step: step(state))
-            if number >= WARM_UP:
-                times.append(ms)
-                counts.append(count)
+        _, _, state = control.measure(step, job.start(0), WARM_UP)
+        control.set_rate(config.rate)
+        times, counts, _ = control.measure(step, state, config.timed_steps)
         batches.close()
-        print_record(Timed(name, statistics.fmean(times), min(times), max(times), statistics.fmean(counts)))
+        spread = {"ms_mean": statistics.fmean(times), "ms_min": min(times), "ms_max": max(times)}
+        yield {"method": name, **spread, "bytes_kernel": statistics.fmean(counts)}
 
 
 if __name__ == "__main__":
-    run(Config, __doc__, main, time_host)
+    harness.run(Config, __doc__, main, run_host)

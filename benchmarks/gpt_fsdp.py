@@ -13,11 +13,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import gpt
-from benchmarks.control import run
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxcomm as jc
+from benchmarks import gpt, harness
 from benchmarks.papers.report import Difference
 from configs.experiment import Experiment
 from configs.methods import PlumpDp
+from jaxcomm.accounting.hlo import read_program
+from models.functional import apply, split
+from train.architectures import make_model
+from train.data import eval_batches, train_batches
+from train.job import make_job
+from train.loop import test_scores
+from train.methods import make_optimizer
+from train.processes import prepare_jax
 from train.records import Record, Records
 from train.seeds import settings_of
 from train.tables import print_table, stdev
@@ -29,26 +45,16 @@ BITS = (32, 8, 4)
 class Config:
     """Train a GPT on real text with weights sharded over the workers, in 32, 8 and 4 bits."""
 
-    experiment: str = "gpt_linux"
-    """The text: gpt_linux, which you prepare, or gpt_stdlib."""
-    layers: int = 2
-    """Layers of the model."""
-    width: int = 128
-    """Features of a token."""
-    steps: int = 700
-    """Training steps."""
-    learning_rate: float = 3e-3
-    """Peak for Adam: it rises over a tenth of the steps, then falls by a cosine."""
-    batch: int = 16
-    """Rows per step, over all workers."""
-    workers: int = 4
-    """Simulated workers, over which the weights are sharded."""
-    seeds: int = 3
-    """Runs of each number of bits, with the seeds 0, 1, ..."""
-    json: Path | None = None
-    """File for the records; those that it has with the same settings are not made again."""
-    data_dir: Path | None = None
-    """Folder of prepared datasets."""
+    experiment: str = "gpt_linux"  # The text: gpt_linux, which you prepare, or gpt_stdlib.
+    layers: int = 2  # Layers of the model.
+    width: int = 128  # Features of a token.
+    steps: int = 700  # Training steps.
+    learning_rate: float = 3e-3  # Peak for Adam: it rises over a tenth of the steps, then falls by a cosine.
+    batch: int = 16  # Rows per step, over all workers.
+    workers: int = 4  # Simulated workers, over which the weights are sharded.
+    seeds: int = 3  # Runs of each number of bits, with the seeds 0, 1, ...
+    json: Path | None = None  # File for the records; those that it has with the same settings are not made again.
+    data_dir: Path | None = None  # Folder of prepared datasets.
 
 
 def main(config: Config) -> None:
@@ -56,8 +62,6 @@ def main(config: Config) -> None:
     gpt_config = gpt.Config(evaluations=1, **{name: getattr(config, name) for name in vars(config)})
     gpt.check(gpt_config)
     experiment, records = gpt.experiment_of(gpt_config), Records(config.json)
-    from train.processes import prepare_jax
-
     prepare_jax(config.workers)
     runs = {bits: [train(records, experiment, bits, seed) for seed in range(config.seeds)] for bits in BITS}
     dense, rows = runs[BITS[0]], []
@@ -93,19 +97,6 @@ def train(records: Records, experiment: Experiment, bits: int, seed: int) -> Rec
 
 def _train(experiment: Experiment, bits: int) -> Record:
     """Trains with weights that are gathered in `bits` bits."""
-    import jax
-    from flax import nnx
-    from jax.sharding import NamedSharding
-    from jax.sharding import PartitionSpec as P
-
-    from jaxcomm.accounting.hlo import read_program
-    from models.functional import apply, split
-    from train.architectures import make_model
-    from train.data import eval_batches, train_batches
-    from train.job import make_job
-    from train.loop import test_scores
-    from train.methods import make_optimizer
-
     job = make_job(experiment, PlumpDp())
     params, stats = job.model(job.start(experiment.seed))
     graph = split(nnx.eval_shape(lambda: make_model(experiment.architecture, job.info, experiment.dtype, 0))).graph
@@ -149,15 +140,6 @@ def make_step(loss_fn: Any, params: Any, optimizer: Any, mesh: Any, bits: int) -
     Returns:
       (state, batch) -> (state, the loss over all rows); and the first state.
     """
-    import jax
-    import jax.numpy as jnp
-    import optax
-    from jax import lax
-    from jax.sharding import NamedSharding
-    from jax.sharding import PartitionSpec as P
-
-    import jaxcomm as jc
-
     workers = mesh.size
 
     def gather(shards: Any, copies: Any, residual: Any) -> tuple[Any, Any]:
@@ -190,4 +172,4 @@ def make_step(loss_fn: Any, params: Any, optimizer: Any, mesh: Any, bits: int) -
 
 
 if __name__ == "__main__":
-    run(Config, __doc__, main)
+    harness.run(Config, __doc__, main)

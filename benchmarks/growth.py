@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.control import check_run, run
+from benchmarks import harness
 from train.figures import label_ends
 from train.tables import print_table, write_records
 
@@ -40,29 +40,22 @@ NAMES = {"plump_dp": "dense"}
 class Config:
     """Show how the cost of an exchange grows with parameters, hosts and density."""
 
-    sizes: str = "1e5,1e6,1e7,1e8,2e8"
-    """Numbers of parameters, separated by commas: of one vector, on 2 hosts."""
-    hosts: str = "2,4,8"
-    """Numbers of hosts, separated by commas, with --size parameters."""
+    sizes: str = "1e5,1e6,1e7,1e8,2e8"  # Numbers of parameters, separated by commas: of one vector, on 2 hosts.
+    hosts: str = "2,4,8"  # Numbers of hosts, separated by commas, with --size parameters.
     density: str = "0.001,0.003,0.01,0.03,0.1"
     """Fractions of the coordinates that sparse methods send, separated by commas, with --size parameters on 4 hosts."""
-    size: float = 1e7
-    """Number of parameters in the sweeps over hosts and density."""
+    size: float = 1e7  # Number of parameters in the sweeps over hosts and density.
     method: str = "plump_dp,plump_dp_bfloat16,sign,topk,dct_dp"
     """Methods of `benchmarks.exchange`, separated by commas."""
-    rate: str = "1gbit"
-    """Link rate: "100mbit", "1gbit", or "none" for no limit."""
-    steps: int = 5
-    """Timed steps of each row."""
-    figure: Path = FIGURE
-    """File for the figure."""
-    json: Path | None = None
-    """File for the records, as a list; those that it has are kept."""
+    rate: str = "1gbit"  # Link rate: "100mbit", "1gbit", or "none" for no limit.
+    steps: int = 5  # Timed steps of each row.
+    figure: Path = FIGURE  # File for the figure.
+    json: Path | None = None  # File for the records, as a list; those that it has are kept.
 
 
 def main(config: Config) -> None:
     """Measures what the file does not have, prints the tables, and draws the figure."""
-    check_run(config.rate, config.steps)
+    harness.check_run(config.rate, config.steps)
     records = json.loads(config.json.read_text()) if config.json is not None and config.json.exists() else []
     sweeps = _sweeps(config)
     for sweep, settings in sweeps.items():
@@ -80,17 +73,12 @@ def main(config: Config) -> None:
 
 def _sweeps(config: Config) -> dict[str, list[tuple[int, int, float]]]:
     """Returns the (parameters, hosts, density) of every sweep."""
-    try:
-        sizes = sorted({int(float(size)) for size in config.sizes.split(",")})
-        hosts = sorted({int(K) for K in config.hosts.split(",")})
-        densities = sorted({float(density) for density in config.density.split(",")})
-    except ValueError as error:
-        raise ValueError(f"--sizes, --hosts and --density must be numbers separated by commas; got {error}.") from None
-    if sizes[0] < 1 or hosts[0] < 2 or config.size < 1 or not 0 < densities[0] <= densities[-1] < 1:
-        raise ValueError(
-            "--sizes and --size must be at least 1, --hosts at least 2, and --density between 0 and 1; got "
-            f"{config.sizes}, {config.size}, {config.hosts} and {config.density}."
-        )
+    sizes = sorted({int(size) for size in harness.numbers("--sizes", config.sizes, float, least=1)})
+    hosts = sorted(set(harness.numbers("--hosts", config.hosts, least=2)))
+    densities = sorted(set(harness.numbers("--density", config.density, float)))
+    harness.check_least(config, 1, "size")
+    if not 0 < densities[0] <= densities[-1] < 1:
+        raise ValueError(f"--density must be between 0 and 1; got {config.density}.")
     size = int(config.size)
     return {
         "parameters": [(n, 2, 0.01) for n in sizes],
@@ -166,33 +154,24 @@ def _law(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> dict[str, float
 
 def draw(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     """Draws every quantity of DRAWN against what grows, as points, and its law as a line, into a PNG file."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     sweeps = list(dict.fromkeys(row["sweep"] for row in rows))
     methods = [method for method in dict.fromkeys(row["method"] for row in rows) if method != "plump_dp_bfloat16"]
-    figure, panels = plt.subplots(
-        len(DRAWN), len(sweeps), figsize=(4.8 * len(sweeps), 3.5 * len(DRAWN)), layout="constrained", squeeze=False
-    )
-    figure.suptitle("Time and bytes are proportional to the parameters (points: measured; lines: law)")
-    for column, sweep in enumerate(sweeps):
-        for panel, (quantity, label) in zip(panels[:, column], DRAWN.items(), strict=True):
-            for index, method in enumerate(methods):
-                points = [row for row in rows if (row["sweep"], row["method"]) == (sweep, method)]
-                points = [row for row in points if row[quantity] is not None]
-                x, colour = [row[sweep] for row in points], f"C{index}"
-                panel.plot(x, [row[quantity] for row in points], "o", color=colour, markersize=5)
-                law = [_law(row, rows)[quantity] for row in points]
-                panel.plot(x, law, color=colour, linewidth=0.9, alpha=0.7, label=NAMES.get(method, method))
-            panel.set(xlabel=sweep, ylabel=label, xscale="log", yscale="log")
-            panel.grid(alpha=0.3)
-            label_ends(panel)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    size = (4.8 * len(sweeps), 3.5 * len(DRAWN))
+    with harness.figure(path, len(DRAWN), len(sweeps), size) as (drawing, panels):
+        drawing.suptitle("Time and bytes are proportional to the parameters (points: measured; lines: law)")
+        for column, sweep in enumerate(sweeps):
+            for panel, (quantity, label) in zip(panels[:, column], DRAWN.items(), strict=True):
+                for index, method in enumerate(methods):
+                    points = [row for row in rows if (row["sweep"], row["method"]) == (sweep, method)]
+                    points = [row for row in points if row[quantity] is not None]
+                    x, colour = [row[sweep] for row in points], f"C{index}"
+                    panel.plot(x, [row[quantity] for row in points], "o", color=colour, markersize=5)
+                    law = [_law(row, rows)[quantity] for row in points]
+                    panel.plot(x, law, color=colour, linewidth=0.9, alpha=0.7, label=NAMES.get(method, method))
+                panel.set(xlabel=sweep, ylabel=label, xscale="log", yscale="log")
+                panel.grid(alpha=0.3)
+                label_ends(panel)
 
 
 if __name__ == "__main__":
-    run(Config, __doc__, main)
+    harness.run(Config, __doc__, main)

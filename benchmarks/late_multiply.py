@@ -10,21 +10,28 @@ ms_communication is the time of the collectives alone, as in the paper's table (
 The crossover in bytes is found by bisection over compiled programs, the one in time by timing some batches around it.
 """
 
-import dataclasses
 import functools
 import math
 import re
 import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from benchmarks.control import Control, check_run, merge_records, print_record, read_records, run, run_hosts, spread
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxcomm as jc
+from benchmarks import harness
 from benchmarks.crossover import bisect, crossing
-from benchmarks.netlab import Lab
-from train.tables import print_table, write_records
+from benchmarks.harness import Control, Options, Row
+from jaxcomm.accounting.hlo import read_program
+from jaxcomm.collectives import dense_mean
+from jaxcomm.layers.late_multiply import gather_rows
+from jaxcomm.state import vary_exchanged
 
 ALEXNET = "9216x4096,4096x4096,4096x1000"
 SMALL = "1024x512"  # the default for a crossover, where a batch has about as many numbers as the kernel
@@ -37,84 +44,37 @@ Shape = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Options):
     """Time late-multiply against the reduction of gradients on rate-limited links."""
 
     layers: str | None = None
     """Dense layers, inputs x outputs, separated by commas; AlexNet's three (58.6M weights) if not given, or one of
     1024x512 for a crossover."""
-    batch: int = 256
-    """Rows over all hosts."""
-    hosts: str = "2,4"
-    """Numbers of hosts, separated by commas; one worker each."""
-    rate: str = "1gbit,10gbit"
-    """Link rates, separated by commas: "100mbit", "10gbit", or "none" for no limit."""
-    steps: int = 5
-    """Timed steps of each mode and rate."""
+    batch: int = 256  # Rows over all hosts.
+    hosts: str = "2,4"  # Numbers of hosts, separated by commas; one worker each.
+    rate: str = "1gbit,10gbit"  # Link rates, separated by commas: "100mbit", "10gbit", or "none" for no limit.
+    steps: int = 5  # Timed steps of each mode and rate.
     crossover: bool = False
     """Find the batch at which both ways move equal bytes, and the one at which both take equal time."""
-    json: Path | None = None
-    """File for the table, as a list of records."""
-
-
-@dataclass
-class Record:
-    """One row of the table."""
-
-    hosts: int
-    rate: str
-    batch: int
-    mode: str
-    ms_median: float
-    ms_min: float
-    ms_max: float
-    ms_communication: float
-    bytes_kernel: float | None
-    bytes_predicted: float
-    bytes_compiled: float
-    compile_s: float
-    paper_ms: float | None = None
-    times_fewer_bytes: float | None = None
-    times_faster: float | None = None
-
-
-@dataclass(frozen=True)
-class Crossover:
-    """The batches at which late-multiply stops paying.
-
-    Attributes:
-      batch_by_formula: 2 N M / (N + M).
-      batch_by_bytes: where the compiled programs move equal bytes.
-      batch_by_time: where steps take equal time, by their medians; None if no such batch is between those tried.
-      batch_by_fastest: the same, by the fastest step of every batch.
-    """
-
-    hosts: int
-    rate: str
-    layer: str
-    batch_by_formula: float
-    batch_by_bytes: float
-    batch_by_time: float | None
-    batch_by_fastest: float | None
 
 
 def main(config: Config) -> None:
-    """Runs the hosts, prints the tables, and writes them where asked."""
-    records: list[Record] = []
-    crossovers: list[Crossover] = []
+    """Runs the hosts, prints the tables, and writes them where asked.
+
+    The crossovers are the batches at which late-multiply stops paying: by the formula 2 N M / (N + M); where the
+    compiled programs move equal bytes; and where steps take equal time by their medians, and by the fastest step of
+    every batch (None if no such batch is between those tried).
+    """
     layers, counts, rates = check(config)
-    for count in counts:
-        with Lab(count, rates[0]) as lab:
-            outputs = run_hosts(lab, "benchmarks.late_multiply")
-        records += merge_records([read_records(Record, text) for text in outputs], lab.isolated)
-        crossovers += read_records(Crossover, outputs[0])
-    compare(records, is_papers=layers == parse_layers(ALEXNET) and config.batch == 256)
-    rows = [dataclasses.asdict(record) for record in records]
-    print_table(f"Mean gradients of {', '.join(_name(layer) for layer in layers)}", rows)
-    crossover_rows = [dataclasses.asdict(crossover) for crossover in crossovers]
-    if crossover_rows:
-        print_table("Late-multiply pays below a batch of", crossover_rows)
-    write_records(config.json, [*rows, *crossover_rows])
+    rows = [row for K in counts for row in harness.on_hosts(K, rates[0])]
+    timed = compare(
+        [row for row in rows if "mode" in row],
+        is_papers=layers == parse_layers(ALEXNET) and config.batch == 256,
+    )
+    tables = [(f"Mean gradients of {', '.join(_name(layer) for layer in layers)}", timed)]
+    if crossovers := [row for row in rows if "mode" not in row]:
+        tables.append(("Late-multiply pays below a batch of", crossovers))
+    harness.report(config.json, *tables)
 
 
 def check(config: Config) -> tuple[list[Shape], list[int], list[str]]:
@@ -124,8 +84,7 @@ def check(config: Config) -> tuple[list[Shape], list[int], list[str]]:
       ValueError: for options that cannot work, before a host starts.
     """
     layers = parse_layers(config.layers or (SMALL if config.crossover else ALEXNET))
-    counts = [_count(text) for text in config.hosts.split(",")]
-    rates = check_run(config.rate, config.steps)
+    counts, rates = harness.numbers("--hosts", config.hosts, least=1), harness.check_run(config.rate, config.steps)
     if config.crossover and len(layers) > 1:
         raise ValueError(
             f"--layers must be one layer with --crossover; got {config.layers}. Give one, such as {SMALL}."
@@ -160,15 +119,14 @@ def equal_batch(shape: Shape) -> float:
     return 2 * math.prod(shape) / sum(shape)
 
 
-def compare(records: list[Record], *, is_papers: bool) -> None:
-    """Fills in how late-multiply compares with the reduction in the same setting, and what the paper measured."""
-    places = {(r.hosts, r.rate, r.batch): r for r in records if r.mode == "reduce"}
-    for record in records:
-        reduced = places[record.hosts, record.rate, record.batch]
-        record.times_faster = reduced.ms_median / record.ms_median
-        record.times_fewer_bytes = reduced.bytes_compiled / record.bytes_compiled if record.bytes_compiled else None
-        if is_papers and record.rate == "10gbit":
-            record.paper_ms = PAPER_MS.get((record.hosts, record.mode))
+def compare(rows: Sequence[Row], *, is_papers: bool) -> list[Row]:
+    """Adds what the paper measured, and how late-multiply compares with the reduction in the same setting."""
+
+    def paper_ms(row: Row) -> float | None:
+        return PAPER_MS.get((row["hosts"], row["mode"])) if is_papers and row["rate"] == "10gbit" else None
+
+    rows = [row | {"paper_ms": paper_ms(row)} for row in rows]
+    return harness.compare(rows, ["hosts", "rate", "batch"], mode="reduce")
 
 
 def bytes_crossover(layer: Shape, mesh: Any) -> float:
@@ -182,40 +140,38 @@ def bytes_crossover(layer: Shape, mesh: Any) -> float:
     return low + (high - low) * gap(low) / (gap(low) - gap(high))
 
 
-def run_host(config: Config) -> None:
-    """Runs one host's part; prints a JSON record for each mode, batch and rate, and the crossovers."""
-    control = Control()
-    import jaxcomm as jc
-
+def run_host(config: Config, control: Control) -> Iterator[Row]:
+    """Runs one host's part; yields a row for each mode, batch and rate, and the crossovers."""
     layers, _, rates = check(config)
-    host = _Host(layers, control, config.steps, jc.make_mesh(data=control.hosts))
+    mesh, K = jc.make_mesh(data=control.hosts), control.hosts
     sizes, by_bytes = [config.batch], 0.0
     if config.crossover:
-        by_bytes = bytes_crossover(layers[0], host.mesh)
-        sizes = sorted({max(round(by_bytes * part / host.count), 1) * host.count for part in _SIZES})
-    records = [record for size in sizes for record in host.measure(size, rates)]
-    for record in records:
-        print_record(record)
+        by_bytes = bytes_crossover(layers[0], mesh)
+        sizes = sorted({max(round(by_bytes * part / K), 1) * K for part in _SIZES})
+    rows = [row for batch in sizes for row in _measure(layers, batch, rates, config.steps, mesh, control)]
+    yield from rows
     for rate in rates if config.crossover else ():
-        timed = {(r.batch, r.mode): r for r in records if r.rate == rate}
-        pairs = [(size, timed[size, "late"], timed[size, "reduce"]) for size in sizes]
-        by_time = crossing([(size, late.ms_median / reduced.ms_median) for size, late, reduced in pairs])
-        by_fastest = crossing([(size, late.ms_min / reduced.ms_min) for size, late, reduced in pairs])
-        name, formula = _name(layers[0]), equal_batch(layers[0])
-        print_record(Crossover(host.count, rate, name, formula, by_bytes, by_time, by_fastest))
+        pairs = [
+            [harness.find(rows, rate=rate, batch=batch, mode=mode) or {} for mode in ("late", "reduce")]
+            for batch in sizes
+        ]
+        by_time, by_fastest = (
+            crossing([(late["batch"], late[column] / reduced[column]) for late, reduced in pairs])
+            for column in ("ms_median", "ms_min")
+        )
+        yield {
+            "hosts": K,
+            "rate": rate,
+            "layer": _name(layers[0]),
+            "batch_by_formula": equal_batch(layers[0]),
+            "batch_by_bytes": by_bytes,
+            "batch_by_time": by_time,
+            "batch_by_fastest": by_fastest,
+        }
 
 
-def compile_step(layers: Sequence[Shape], mesh: Any, mode: str, batch: int) -> tuple[Callable[..., Any], float]:
-    """Returns the compiled (inputs, errors of every layer) -> mean gradients, and the bytes that it receives."""
-    import jax
-    import jax.numpy as jnp
-    from jax.sharding import NamedSharding
-    from jax.sharding import PartitionSpec as P
-
-    import jaxcomm as jc
-    from jaxcomm.accounting.hlo import read_program
-    from jaxcomm.state import vary_exchanged
-
+def compile_step(layers: Sequence[Shape], mesh: Any, mode: str, batch: int) -> tuple[Callable[..., Any], float, float]:
+    """Returns the compiled (inputs, errors of every layer) -> mean gradients, what it receives, and compile seconds."""
     tx = jc.plump_dp(where=lambda path, leaf: mode != "late")
 
     def worker(*rows: jax.Array) -> Any:
@@ -232,95 +188,59 @@ def compile_step(layers: Sequence[Shape], mesh: Any, mode: str, batch: int) -> t
     sharding = NamedSharding(mesh, P("data"))
     widths = [width for shape in layers for width in shape]
     like = [jax.ShapeDtypeStruct((batch, width), jnp.float32, sharding=sharding) for width in widths]
-    compiled = step.lower(*like).compile()
-    return compiled, float(read_program(compiled.as_text()).received)
+    compiled, text, seconds = harness.timed_compile(step, *like)
+    return compiled, float(read_program(text).received), seconds
 
 
-@dataclass
-class _Host:
-    layers: list[Shape]
-    control: Control
-    steps: int
-    mesh: Any
+def _measure(
+    layers: list[Shape], batch: int, rates: Sequence[str], steps: int, mesh: Any, control: Control
+) -> Iterator[Row]:
+    """Times both modes with a batch at all rates; each mode is compiled once."""
 
-    @property
-    def count(self) -> int:
-        return self.control.hosts
-
-    def measure(self, batch: int, rates: Sequence[str]) -> list[Record]:
-        """Times both modes with a batch at all rates; each mode is compiled once."""
-        import jax
-
-        import jaxcomm as jc
-
-        rows = [self._own(batch // self.count, width) for shape in self.layers for width in shape]
-        kernels = [self._own(1, math.prod(shape)) for shape in self.layers]
-        records = []
-        for mode in MODES:
-            self.control.set_rate("none")
-            begin = time.perf_counter()
-            step, compiled_bytes = compile_step(self.layers, self.mesh, mode, batch)
-            compile_s = time.perf_counter() - begin
-            communicate = self._communication(mode, rows, kernels)
-            full_step = functools.partial(step, *rows)
-            plan = jc.planner.plan_late_multiply({_name(shape): shape for shape in self.layers}, batch, self.count)
-            exact = {"late": sum(x.bytes_late for x in plan.layers), "reduce": sum(x.bytes_reduce for x in plan.layers)}
-            jax.block_until_ready((full_step(), communicate()))  # Gloo's connections
-            for rate in rates:
-                self.control.set_rate(rate)
-                times, counts, _ = zip(*(self.control.timed(full_step) for _ in range(self.steps)), strict=True)
-                communication = [self.control.timed(communicate)[0] for _ in range(self.steps)]
-                records.append(
-                    Record(
-                        hosts=self.count,
-                        rate=rate,
-                        batch=batch,
-                        mode=mode,
-                        **spread(times),
-                        ms_communication=statistics.median(communication),
-                        bytes_kernel=statistics.fmean(counts),
-                        bytes_predicted=exact[mode],
-                        bytes_compiled=compiled_bytes,
-                        compile_s=compile_s,
-                    )
-                )
-        return records
-
-    def _communication(self, mode: str, rows: list[Any], kernels: list[Any]) -> Callable[[], Any]:
-        """Returns a function that runs only the collectives of a mode."""
-        import jax
-        from jax.sharding import PartitionSpec as P
-
-        from jaxcomm.collectives import dense_mean
-        from jaxcomm.layers.late_multiply import gather_rows
-
-        def worker(*arrays: jax.Array) -> Any:
-            return [gather_rows(x, "data") for x in arrays] if mode == "late" else dense_mean(arrays, "data")[0]
-
-        operands = rows if mode == "late" else kernels
-        compiled = jax.jit(jax.shard_map(worker, mesh=self.mesh, in_specs=P("data"), out_specs=P()))
-        return lambda: compiled(*operands)
-
-    def _own(self, rows: int, width: int) -> Any:
+    def noise(rows: int, width: int) -> Any:
         """Returns normal noise (K * rows, width), of which each host makes its own rows."""
-        import jax
-        import numpy as np
-        from jax.sharding import NamedSharding
-        from jax.sharding import PartitionSpec as P
+        return harness.place(mesh, np.random.default_rng(control.host).standard_normal((rows, width), np.float32))
 
-        noise = np.random.default_rng(self.control.host).standard_normal((rows, width), np.float32)
-        return jax.make_array_from_process_local_data(NamedSharding(self.mesh, P("data")), noise)
+    rows = [noise(batch // control.hosts, width) for shape in layers for width in shape]
+    kernels = [noise(1, math.prod(shape)) for shape in layers]
+    plan = jc.planner.plan_late_multiply({_name(shape): shape for shape in layers}, batch, control.hosts).layers
+    predicted = {"late": sum(x.bytes_late for x in plan), "reduce": sum(x.bytes_reduce for x in plan)}
+    for mode in MODES:
+        control.set_rate("none")
+        step, compiled_bytes, compile_s = compile_step(layers, mesh, mode, batch)
+        communicate = _communication(mode, mesh)
+        operands = rows if mode == "late" else kernels
+        jax.block_until_ready((step(*rows), communicate(*operands)))  # Gloo's connections
+        for rate in rates:
+            control.set_rate(rate)
+            times, counts, _ = control.measure(lambda _, step=step: step(*rows), None, steps)
+            alone, _, _ = control.measure(lambda _, run=communicate, xs=operands: run(*xs), None, steps)
+            yield {
+                "hosts": control.hosts,
+                "rate": rate,
+                "batch": batch,
+                "mode": mode,
+                **harness.spread(times),
+                "ms_communication": statistics.median(alone),
+                "bytes_kernel": statistics.fmean(counts),
+                "bytes_predicted": predicted[mode],
+                "bytes_compiled": compiled_bytes,
+                "compile_s": compile_s,
+            }
+
+
+def _communication(mode: str, mesh: Any) -> Callable[..., Any]:
+    """Returns a function that runs only the collectives of a mode."""
+
+    def worker(*arrays: jax.Array) -> Any:
+        return [gather_rows(x, "data") for x in arrays] if mode == "late" else dense_mean(arrays, "data")[0]
+
+    return jax.jit(jax.shard_map(worker, mesh=mesh, in_specs=P("data"), out_specs=P()))
 
 
 def _name(shape: Shape) -> str:
     return f"{shape[0]}x{shape[1]}"
 
 
-def _count(text: str) -> int:
-    if not text.strip().isdigit() or int(text) < 1:
-        raise ValueError(f"--hosts must be integers of at least 1, separated by commas; got {text!r}.")
-    return int(text)
-
-
 if __name__ == "__main__":
-    run(Config, __doc__, main, run_host)
+    harness.run(Config, __doc__, main, run_host)

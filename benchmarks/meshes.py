@@ -11,6 +11,7 @@ for four steps, and to 6e-3 after ten.
 """
 
 import dataclasses
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,8 +19,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.control import run
-from train.tables import print_table, write_records
+import jax
+import optax
+from jax.sharding import PartitionSpec as P
+
+import jaxcomm as jc
+from benchmarks import harness
+from benchmarks.harness import Options
+from configs import CONFIGS
+from models.dlrm import Dlrm
+from models.functional import apply, cut, split
+from models.split_linear import SplitLinear
+from train.architectures import choose_cuts, make_model
+from train.data import dataset_info, train_batches
+from train.dense_layers import shards_of, takes_dense
+from train.processes import prepare_jax
+from train.tasks import make_task
 
 MESHES: dict[str, dict[str, int]] = {
     "1 device": {"data": 1},
@@ -44,49 +59,30 @@ ROWS_PER_GROUP = 8  # rows of a micro-batch on the largest mesh
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Options):
     """Compare every mesh with one device."""
 
-    twins: str = ",".join(TWINS)
-    """Experiments, separated by commas."""
-    meshes: str = ",".join(MESHES)
-    """Meshes, separated by commas."""
-    rows: int = 32
-    """Rows of a batch."""
-    steps: int = 10
-    """Training steps."""
-    learning_rate: float = 0.002
-    """Learning rate of SGD with momentum 0.9."""
-    data_dir: Path | None = None
-    """Folder of prepared datasets."""
-    json: Path | None = None
-    """File for the table, as a list of records."""
+    twins: str = ",".join(TWINS)  # Experiments, separated by commas.
+    meshes: str = ",".join(MESHES)  # Meshes, separated by commas.
+    rows: int = 32  # Rows of a batch.
+    steps: int = 10  # Training steps.
+    learning_rate: float = 0.002  # Learning rate of SGD with momentum 0.9.
+    data_dir: Path | None = None  # Folder of prepared datasets.
 
 
 def main(config: Config) -> None:
     """Trains every twin on every mesh, and prints the table."""
-    from train.processes import prepare_jax
-
+    twins, records = harness.choose(dict.fromkeys(TWINS), config.twins.split(","), "--twins"), []
     prepare_jax(8)
-    records = []
-    if strangers := set(config.twins.split(",")) - set(TWINS):
-        raise ValueError(f"--twins must be some of {', '.join(TWINS)}; got {', '.join(sorted(strangers))}.")
-    for twin in config.twins.split(","):
+    for twin in twins:
         records.append({"model": twin} | compare(twin, config))
         print(records[-1], file=sys.stderr, flush=True)
-    print_table(f"Largest difference of a loss from one device, {config.steps} steps of {config.rows} rows", records)
-    write_records(config.json, records)
+    title = f"Largest difference of a loss from one device, {config.steps} steps of {config.rows} rows"
+    harness.report(config.json, (title, records))
 
 
 def compare(twin: str, config: Config) -> dict[str, float | None]:
     """Returns the largest relative difference of a loss, by mesh; None where the model cannot use the mesh."""
-    import itertools
-
-    from configs import CONFIGS
-    from train.architectures import make_model
-    from train.data import dataset_info, train_batches
-    from train.tasks import make_task
-
     experiment = CONFIGS[twin]
     info = dataset_info(experiment.dataset, config.data_dir)
     task = make_task(info, experiment.label_smoothing)
@@ -123,11 +119,6 @@ def train_losses(
     Returns:
       The loss of every step; None for a model with fewer blocks than stages, or with nothing to shard.
     """
-    import optax
-
-    import jaxcomm as jc
-    from train.architectures import choose_cuts
-
     mesh = jc.make_mesh(**MESHES[mesh_name])
     tx = jc.chain(jc.plump_dp(), optax.add_decayed_weights(1e-4), optax.sgd(learning_rate, momentum=0.9))
     if "stage" in mesh.shape:
@@ -152,8 +143,6 @@ def train_losses(
 
 
 def _run(graph: Any, params: Any, stats: Any, x: Any, batch: Any) -> Any:
-    from models.functional import apply
-
     return apply(graph, params, stats, batch, x, training=True, rows_per_group=ROWS_PER_GROUP if stats else None)
 
 
@@ -167,18 +156,12 @@ def _whole_loss(graph: Any, loss_fn: Any) -> Any:
 
 
 def _data_parallel(model: Any, loss_fn: Any, tx: Any, mesh: Any) -> Any:
-    import jaxcomm as jc
-    from models.functional import split
-
     parts = split(model)
     step = jc.make_train_step(_whole_loss(parts.graph, loss_fn), tx, mesh, has_state=True)
     return step.init(parts.params, parts.stats), step
 
 
 def _pipeline(model: Any, cuts: Any, loss_fn: Any, tx: Any, mesh: Any) -> Any:
-    import jaxcomm as jc
-    from models.functional import cut
-
     stages = cut(model, cuts)
     params, stats = [stage.params for stage in stages], [stage.stats for stage in stages]
     pipeline = jc.Pipeline(
@@ -194,12 +177,6 @@ def _pipeline(model: Any, cuts: Any, loss_fn: Any, tx: Any, mesh: Any) -> Any:
 
 def _partitioned(model: Any, loss_fn: Any, tx: Any, mesh: Any) -> Any:
     """Shards every matrix with divisible outputs over the model axis; XLA finds the collectives."""
-    import jax
-    from jax.sharding import PartitionSpec as P
-
-    import jaxcomm as jc
-    from models.functional import split
-
     parts, ways = split(model), mesh.shape["model"]
 
     def spec(leaf: Any) -> P:
@@ -212,15 +189,6 @@ def _partitioned(model: Any, loss_fn: Any, tx: Any, mesh: Any) -> Any:
 
 def _hybrid(make: Callable[..., Any], loss_fn: Any, tx: Any, mesh: Any) -> Any:
     """Shards the dense layers of convolutional models, or the tables of DLRM, over the workers."""
-    import jax
-    from jax.sharding import PartitionSpec as P
-
-    import jaxcomm as jc
-    from models.dlrm import Dlrm
-    from models.functional import split
-    from models.split_linear import SplitLinear
-    from train.dense_layers import shards_of, takes_dense
-
     kind = type(make())
     if kind is Dlrm:
         model = make(embeddings="columns")
@@ -239,4 +207,4 @@ def _hybrid(make: Callable[..., Any], loss_fn: Any, tx: Any, mesh: Any) -> Any:
 
 
 if __name__ == "__main__":
-    run(Config, __doc__, main)
+    harness.run(Config, __doc__, main)

@@ -419,12 +419,10 @@ def _read(file: IO[bytes], start: int = 0) -> bytes:
 class Config:
     """Run COMMAND on every host of a small network: [options] -- COMMAND ARG..."""
 
-    hosts: int = 4
-    """Number of hosts, 1 to 64."""
+    hosts: int = 4  # Number of hosts, 1 to 64.
     rate: str = "100mbit"
     """Limit of each link in each direction, such as "100mbit", or "none"; "100mbit/1gbit" for a slow host 0."""
-    timeout: float | None = None
-    """Seconds after which the lab kills what still runs."""
+    timeout: float | None = None  # Seconds after which the lab kills what still runs.
     trace: Path | None = None
     """File for the bytes that host 0 has received and their rate in kB/s, sampled every 0.1 s, as a list of records."""
 

@@ -8,50 +8,39 @@ patch takes than the copy (fewer), and the same changes as positions of 32 bits 
 """
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-from benchmarks.control import run
-from train.tables import print_table, write_records
+import jax
+import ml_dtypes
+import numpy as np
+import optax
+
+from benchmarks import harness
+from benchmarks.harness import Options, Row
+from jaxcomm.patches import apply_patch, pack_patch
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Options):
     """Count the bytes of patches between steps of Adam."""
 
-    n: int = 4_000_000
-    """Weights."""
-    deviation: float = 0.02
-    """Standard deviation of the weights at the start."""
-    learning_rate: float = 1e-6
-    """Learning rate."""
-    steps: str = "1,2,5,20"
-    """Steps whose patches are shown, separated by commas; each patch is from the step before."""
-    seed: int = 0
-    """Seed of the weights and of the gradients."""
-    json: Path | None = None
-    """File for the table, as a list of records."""
+    n: int = 4_000_000  # Weights.
+    deviation: float = 0.02  # Standard deviation of the weights at the start.
+    learning_rate: float = 1e-6  # Learning rate.
+    steps: str = "1,2,5,20"  # Steps whose patches are shown, separated by commas; each patch is from the step before.
+    seed: int = 0  # Seed of the weights and of the gradients.
 
 
 def main(config: Config) -> None:
     """Prints the table."""
-    steps = [int(step) for step in config.steps.split(",")]
-    if config.n < 1 or min(steps) < 1:
-        raise ValueError(f"--n and --steps must be at least 1; got {config.n} and {config.steps}.")
+    harness.check_least(config, 1, "n")
+    steps = harness.numbers("--steps", config.steps, least=1)
     rows = [row for row in measure(config, max(steps)) if row["step"] in steps]
-    print_table(f"{config.n:,} weights, Adam with {config.learning_rate:g}: a patch from the step before", rows)
-    write_records(config.json, rows)
+    title = f"{config.n:,} weights, Adam with {config.learning_rate:g}: a patch from the step before"
+    harness.report(config.json, (title, rows))
 
 
-def measure(config: Config, steps: int) -> list[dict[str, Any]]:
+def measure(config: Config, steps: int) -> list[Row]:
     """Trains, and packs and applies the patch of every step: records of step, changed, bytes, fewer, plain."""
-    import jax
-    import ml_dtypes
-    import numpy as np
-    import optax
-
-    from jaxcomm.patches import apply_patch, pack_patch
-
     rng = np.random.default_rng(config.seed)
     weights = (config.deviation * rng.standard_normal(config.n)).astype(np.float32)
     optimizer = optax.adam(config.learning_rate)
@@ -78,4 +67,4 @@ def measure(config: Config, steps: int) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    run(Config, __doc__, main)
+    harness.run(Config, __doc__, main)

@@ -11,17 +11,19 @@ at the given speed; the global batch is the same for all.
 import itertools
 import math
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 import jaxcomm as jc
-from benchmarks.control import run
+from benchmarks import harness
+from benchmarks.harness import Options, Row
 from benchmarks.shapes import shapes_of
 from jaxcomm.planner.advice import DENSE
 from jaxcomm.planner.links import bits_per_second
-from train.tables import print_table, write_records
 
 BLOCKS = 18  # of a model, at most: plans for this many are found in time with up to 8 stages
 BYTES, TRAINED = 4, 3  # bytes of a number; a training step's computing over forward's, as backward costs twice as much
@@ -36,61 +38,30 @@ POSITIONS: dict[str, list[int]] = {
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Options):
     """Plan the placement of models on equal devices."""
 
-    models: str = "alexnet,vgg16,resnet50,dlrm,transformer"
-    """Models, separated by commas."""
-    devices: str = "2,4,8,16,32,64"
-    """Numbers of devices, separated by commas."""
-    rate: str = "1gbit"
-    """Speed of a device's link."""
-    latency_ms: float = 0.1
-    """Latency of a message."""
-    batch: int = 256
-    """Rows per step, over all workers."""
-    tflops: float = 10.0
-    """Speed of a device."""
-    copy_gbyte: float = 100.0
-    """Speed of a copy in a device's memory, GB/s."""
-    memory_gbyte: float | None = None
-    """Memory of a device; no limit if not given."""
-    micro_batches: int = 4
-    """Micro-batches of a pipeline."""
-    json: Path | None = None
-    """File for the table, as a list of records."""
-
-
-@dataclass(frozen=True)
-class Record:
-    """One plan."""
-
-    model: str
-    devices: int
-    workers: int
-    stages: int
-    exchanges: str
-    ms_step: float
-    ms_dense: float
-    optimal: bool
-    seconds: float
+    models: str = "alexnet,vgg16,resnet50,dlrm,transformer"  # Models, separated by commas.
+    devices: str = "2,4,8,16,32,64"  # Numbers of devices, separated by commas.
+    rate: str = "1gbit"  # Speed of a device's link.
+    latency_ms: float = 0.1  # Latency of a message.
+    batch: int = 256  # Rows per step, over all workers.
+    tflops: float = 10.0  # Speed of a device.
+    copy_gbyte: float = 100.0  # Speed of a copy in a device's memory, GB/s.
+    memory_gbyte: float | None = None  # Memory of a device; no limit if not given.
+    micro_batches: int = 4  # Micro-batches of a pipeline.
 
 
 def main(config: Config) -> None:
     """Prints the table."""
-    rate, records = bits_per_second(config.rate), []
-    for model in config.models.split(","):
-        records += plans(config, model, [int(count) for count in config.devices.split(",")], rate)
-    rows = [asdict(record) for record in records]
-    print_table(f"Placement at {config.rate}, batch {config.batch}, {config.tflops:g} Tflop/s a device", rows)
-    write_records(config.json, rows)
+    rate, counts = bits_per_second(config.rate), harness.numbers("--devices", config.devices)
+    rows = [row for model in config.models.split(",") for row in plans(config, model, counts, rate)]
+    title = f"Placement at {config.rate}, batch {config.batch}, {config.tflops:g} Tflop/s a device"
+    harness.report(config.json, (title, rows))
 
 
-def plans(config: Config, model: str, counts: list[int], rate: float) -> list[Record]:
+def plans(config: Config, model: str, counts: list[int], rate: float) -> list[Row]:
     """Plans one model on some numbers of devices. Estimates for K workers are computed once for all of them."""
-    import jax
-    import jax.numpy as jnp
-
     shapes = shapes_of(model)
     params = {f"{i:03}": jax.ShapeDtypeStruct(shape, jnp.float32) for i, shape in enumerate(shapes)}
 
@@ -110,7 +81,7 @@ def plans(config: Config, model: str, counts: list[int], rate: float) -> list[Re
             methods=jc.planner.candidates(local=False),
         )
 
-    def plan(devices: int) -> Record:
+    def plan(devices: int) -> Row:
         begin = time.perf_counter()
         placement = jc.placement.place(
             devices,
@@ -122,17 +93,17 @@ def plans(config: Config, model: str, counts: list[int], rate: float) -> list[Re
             micro_batches=config.micro_batches,
             memory=None if config.memory_gbyte is None else int(1e9 * config.memory_gbyte),
         )
-        return Record(
-            model=model,
-            devices=devices,
-            workers=placement.workers,
-            stages=len(placement.cuts) + 1,
-            exchanges=", ".join(f"{name} {len(paths)}" for name, paths in placement.used.items()),
-            ms_step=1e3 * placement.step,
-            ms_dense=1e3 * advice_of(devices)[DENSE].step,
-            optimal=placement.optimal,
-            seconds=time.perf_counter() - begin,
-        )
+        return {
+            "model": model,
+            "devices": devices,
+            "workers": placement.workers,
+            "stages": len(placement.cuts) + 1,
+            "exchanges": ", ".join(f"{name} {len(paths)}" for name, paths in placement.used.items()),
+            "ms_step": 1e3 * placement.step,
+            "ms_dense": 1e3 * advice_of(devices)[DENSE].step,
+            "optimal": placement.optimal,
+            "seconds": time.perf_counter() - begin,
+        }
 
     return [plan(count) for count in counts]
 
@@ -166,4 +137,4 @@ def blocks(config: Config, model: str, shapes: list[tuple[int, ...]], workers: i
 
 
 if __name__ == "__main__":
-    run(Config, __doc__, main)
+    harness.run(Config, __doc__, main)

@@ -10,37 +10,35 @@ worker. For other shapes, the gradient is each worker's own noise, and costs not
 alexnet and vgg16 are computed, for 64 rows per worker, and may multiply late or be split.
 """
 
-import dataclasses
 import itertools
 import json
 import math
 import statistics
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
-from benchmarks.control import (
-    Control,
-    check_run,
-    choose,
-    merge_records,
-    print_record,
-    read_records,
-    run,
-    run_hosts,
-    spread,
-)
-from benchmarks.netlab import Lab
+from benchmarks import harness
+from benchmarks.harness import Control, Options, Row
 from benchmarks.shapes import shapes_of
 from configs import CONFIGS
 from configs.methods import DctDp, LocalSgd, Method, PlumpDp, PowerSgd, QuantDp, RandomK, Sign, TopK
 from jaxcomm.planner.advice import DENSE, candidates
+from jaxcomm.planner.costs import Bench, cost_key, lower_coding, measure_copy
 from jaxcomm.planner.prediction import AS_DENSE
 from train.compare import summarise
+from train.loop import describe
+from train.processes import prepare_jax
 from train.tables import print_table, write_records
 
 COSTS = Path(__file__).parents[1] / "jaxcomm" / "planner" / "costs.json"
@@ -67,52 +65,20 @@ CLOSE, WRONG = 0.10, 0.05  # the targets: how close a step is predicted, and by 
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Options):
     """Compare predicted with measured steps, or measure the table of costs."""
 
-    shapes: str = "mlp"
-    """What is trained: "mlp", or shapes as for benchmarks.exchange ("resnet50", "1e6")."""
-    hosts: str = "2,4"
-    """Numbers of hosts, separated by commas; one worker each."""
-    rate: str = "100mbit,1gbit"
-    """Link rates, separated by commas, or "none" for no limit."""
+    shapes: str = "mlp"  # What is trained: "mlp", or shapes as for benchmarks.exchange ("resnet50", "1e6").
+    hosts: str = "2,4"  # Numbers of hosts, separated by commas; one worker each.
+    rate: str = "100mbit,1gbit"  # Link rates, separated by commas, or "none" for no limit.
     methods: str = "all"
     """Methods, separated by spaces, by their names in the advice ("dct_dp(0.99)"); dense, late and split always run."""
-    steps: int = 25
-    """Timed steps of each cell, five at a time; for a local method, whole periods."""
-    seconds: float = 60.0
-    """Seconds after which the advice times no further method."""
-    plan: bool = False
-    """Also make a plan from each advice, and train with it."""
+    steps: int = 25  # Timed steps of each cell, five at a time; for a local method, whole periods.
+    seconds: float = 60.0  # Seconds after which the advice times no further method.
+    plan: bool = False  # Also make a plan from each advice, and train with it.
     regions: bool = False
     """Draw which method a rapid estimate finds fastest, by link speed and computing time; no lab is needed."""
-    calibrate: bool = False
-    """Measure the table of costs on this machine instead."""
-    json: Path | None = None
-    """File for the table, as a list of records."""
-
-
-@dataclass
-class Record:
-    """One cell."""
-
-    method: str
-    hosts: int
-    rate: str
-    ms_predicted: float
-    ms_low: float
-    ms_high: float
-    ms_median: float
-    ms_min: float
-    ms_max: float
-    bytes_kernel: float | None
-    bytes_predicted: float
-    coding_measured: bool
-    advice_seconds: float
-    uses: str = ""
-    error: float = 0.0
-    faster_predicted: float = 0.0
-    faster_measured: float = 0.0
+    calibrate: bool = False  # Measure the table of costs on this machine instead.
 
 
 def main(config: Config) -> None:
@@ -126,32 +92,33 @@ def main(config: Config) -> None:
     if config.shapes != "mlp":
         shapes_of(config.shapes)
     _methods(config)
-    rates = check_run(config.rate, config.steps)
-    records: list[Record] = []
-    for hosts in config.hosts.split(","):
-        with Lab(int(hosts), rates[0]) as lab:
-            outputs = run_hosts(lab, "benchmarks.planner")
-            records += merge_records([read_records(Record, text) for text in outputs], lab.isolated)
-    for record in records:
-        group = [r for r in records if (r.hosts, r.rate) == (record.hosts, record.rate)]
-        dense = next(r for r in group if r.method == DENSE)
-        record.error = record.ms_predicted / record.ms_median - 1
-        record.faster_predicted = dense.ms_predicted / record.ms_predicted
-        record.faster_measured = dense.ms_median / record.ms_median
-    print_table(f"Steps of {config.shapes}, predicted and measured", [dataclasses.asdict(r) for r in records])
-    print(summary(records))
-    write_records(config.json, [dataclasses.asdict(record) for record in records])
+    rates = harness.check_run(config.rate, config.steps)
+    rows = [row for K in harness.numbers("--hosts", config.hosts) for row in harness.on_hosts(K, rates[0])]
+    rows = [row | _errors(row, rows) for row in rows]
+    print_table(f"Steps of {config.shapes}, predicted and measured", rows)
+    print(summary(rows))
+    write_records(config.json, rows)
 
 
-def summary(records: list[Record]) -> str:
+def _errors(row: Row, rows: Sequence[Row]) -> Row:
+    dense = harness.find(rows, hosts=row["hosts"], rate=row["rate"], method=DENSE)
+    assert dense is not None
+    return {
+        "error": row["ms_predicted"] / row["ms_median"] - 1,
+        "faster_predicted": dense["ms_predicted"] / row["ms_predicted"],
+        "faster_measured": dense["ms_median"] / row["ms_median"],
+    }
+
+
+def summary(rows: Sequence[Row]) -> str:
     """Returns a text on how many cells meet the targets."""
-    close = sum(abs(record.error) <= CLOSE for record in records)
-    inside = sum(record.ms_low <= record.ms_median <= record.ms_high for record in records)
-    rivals = [record for record in records if record.method != DENSE]
-    wrong = [r for r in rivals if (r.faster_predicted - 1) * (r.faster_measured - 1) < 0]
-    far = [f"{r.method} K={r.hosts} {r.rate}" for r in wrong if abs(r.faster_measured - 1) > WRONG]
+    close = sum(abs(row["error"]) <= CLOSE for row in rows)
+    inside = sum(row["ms_low"] <= row["ms_median"] <= row["ms_high"] for row in rows)
+    rivals = [row for row in rows if row["method"] != DENSE]
+    wrong = [row for row in rivals if (row["faster_predicted"] - 1) * (row["faster_measured"] - 1) < 0]
+    far = [f"{r['method']} K={r['hosts']} {r['rate']}" for r in wrong if abs(r["faster_measured"] - 1) > WRONG]
     return (
-        f"{close} of {len(records)} cells are predicted within {CLOSE:.0%}, {inside} lie in their range. Faster or "
+        f"{close} of {len(rows)} cells are predicted within {CLOSE:.0%}, {inside} lie in their range. Faster or "
         f"slower than dense in bfloat16 is told wrongly in {len(wrong)} of {len(rivals)} cells"
         + (f", by more than {WRONG:.0%} in: {', '.join(far)}." if far else f", in none by more than {WRONG:.0%}.")
     )
@@ -159,16 +126,13 @@ def summary(records: list[Record]) -> str:
 
 def _methods(config: Config) -> dict[str, optax.GradientTransformation]:
     methods = candidates()
-    return choose(methods, list(methods) if config.methods == "all" else ["plump_dp", DENSE, *config.methods.split()])
+    return harness.choose(
+        methods, list(methods) if config.methods == "all" else ["plump_dp", DENSE, *config.methods.split()]
+    )
 
 
-def run_host(config: Config) -> None:
-    """Runs one host's part: advice and measurement at every rate; prints a JSON record for each cell."""
-    control = Control()
-    import jax
-    from jax.sharding import NamedSharding
-    from jax.sharding import PartitionSpec as P
-
+def run_host(config: Config, control: Control) -> Iterator[Row]:
+    """Runs one host's part: advice and measurement at every rate; yields a row for each cell."""
     mesh = jc.make_mesh(data=control.hosts)
     loss_fn, params, batch = problem(config.shapes, control.hosts)
     mine = NamedSharding(mesh, P("data"))
@@ -196,7 +160,6 @@ def run_host(config: Config) -> None:
             state, _ = step(state, rows)
         predicted, period = step.report(state, rows).received, jc.state.communication_period(state) or 1
         control.set_rate(rate)
-        times, counts = [], []
         in_a_row = period * math.ceil(IN_A_ROW / period)
 
         def steps(state: Any) -> Any:
@@ -204,11 +167,8 @@ def run_host(config: Config) -> None:
                 state, _ = step(state, rows)
             return state
 
-        for _ in range(math.ceil(config.steps / IN_A_ROW)):
-            ms, count, state = control.timed(partial(steps, state))
-            times.append(ms / in_a_row)
-            counts.append(count / in_a_row)
-        return times, counts, predicted
+        times, counts, _ = control.measure(steps, state, math.ceil(config.steps / IN_A_ROW))
+        return [ms / in_a_row for ms in times], [count / in_a_row for count in counts], predicted
 
     runs = {name: step_of(tx, {}) for name, tx in methods.items()}
     if layers:
@@ -230,29 +190,26 @@ def run_host(config: Config) -> None:
         )
         if control.host == 0:
             print(f"# {rate}\n{advice}", flush=True)
-        timed = dict.fromkeys(runs)
+        timed: dict[str, Any] = dict.fromkeys(runs)
         if config.plan:
             timed["plan"] = _shared_plan(control, advice, params, methods)
         for name, plan in timed.items():
             step = runs[name] if plan is None else step_of(plan.transformation(), _ways(plan))
             times, counts, predicted = time_steps(step, rate)
-            prediction = None if plan is not None else advice[name]
-            print_record(
-                Record(
-                    method=name,
-                    hosts=control.hosts,
-                    rate=rate,
-                    ms_predicted=1e3 * (plan.step if prediction is None else prediction.step),
-                    ms_low=1e3 * (plan.step if prediction is None else prediction.low),
-                    ms_high=1e3 * (plan.step if prediction is None else prediction.high),
-                    **spread(times),
-                    bytes_kernel=statistics.fmean(counts),
-                    bytes_predicted=predicted,
-                    coding_measured=prediction is None or prediction.measured,
-                    advice_seconds=advice.seconds,
-                    uses="" if plan is None else ", ".join(f"{key} {len(paths)}" for key, paths in plan.used.items()),
-                )
-            )
+            cell = advice[name] if plan is None else None
+            ends = [cell.step, cell.low, cell.high] if cell else [plan.step] * 3
+            yield {
+                "method": name,
+                "hosts": control.hosts,
+                "rate": rate,
+                **{f"ms_{end}": 1e3 * seconds for end, seconds in zip(("predicted", "low", "high"), ends, strict=True)},
+                **harness.spread(times),
+                "bytes_kernel": statistics.fmean(counts),
+                "bytes_predicted": predicted,
+                "coding_measured": cell is None or cell.measured,
+                "advice_seconds": advice.seconds,
+                "uses": "" if plan is None else ", ".join(f"{key} {len(paths)}" for key, paths in plan.used.items()),
+            }
 
 
 def _ways(plan: jc.placement.Plan) -> dict[str, str]:
@@ -277,41 +234,29 @@ def draw_regions(config: Config) -> None:
 
     If no exchange is at least 5% faster than dense, dense is drawn. Local methods are left out.
     """
-    import matplotlib
-    import numpy as np
-
-    matplotlib.use("Agg")
-    import jax
-    import jax.numpy as jnp
-    import matplotlib.pyplot as plt
-
     shapes = "resnet50" if config.shapes == "mlp" else config.shapes
     sizes = shapes_of(shapes)
     params = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in sizes]
     rates, computes = np.logspace(7, 11, 25), np.logspace(-2, 1, 25)
-    hosts = [int(count) for count in config.hosts.split(",")]
-    figure, axes = plt.subplots(1, len(hosts), figsize=(4 * len(hosts), 4.8), squeeze=False, sharey=True)
-    names = list(candidates(local=False))
-    colors = plt.get_cmap("tab10")
-    for axis, count in zip(axes[0], hosts, strict=True):
-        advice = jc.planner.estimate(params, count, 1e9, latency=1e-4)
-        rows = [advice[name] for name in names]
-        fixed = np.array([row.coding + row.latency for row in rows])[:, None, None] + computes[None, :, None]
-        steps = fixed + np.array([row.wire - row.latency for row in rows])[:, None, None] * 1e9 / rates
-        best = steps.argmin(0)  # (computing times, rates)
-        dense = [names.index("plump_dp"), names.index(DENSE)]
-        gains = steps[dense].min(0) / steps.min(0)
-        best = np.where(gains < GAIN, np.array(dense)[steps[dense].argmin(0)], best)
-        for index in np.unique(best):
-            rows, columns = np.nonzero(best == index)
-            axis.scatter(rates[columns], computes[rows], color=colors(index), marker="s", s=26, label=names[index])
-        axis.set(xscale="log", yscale="log", xlabel="link, bits a second", title=f"K = {count}")
-        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), fontsize=8, ncols=2)
-    axes[0][0].set_ylabel("computing, seconds a step")
-    figure.suptitle(f"What a rapid estimate advises: {shapes}, memory copied at 10 GB/s")
-    figure.tight_layout()
-    figure.savefig(REGIONS, dpi=110)
-    print(f"drawn to {REGIONS}")
+    hosts, names = harness.numbers("--hosts", config.hosts), list(candidates(local=False))
+    with harness.figure(REGIONS, 1, len(hosts), (4 * len(hosts), 4.8), dpi=110) as (drawing, panels):
+        for axis, count in zip(panels[0], hosts, strict=True):
+            advice = jc.planner.estimate(params, count, 1e9, latency=1e-4)
+            rows = [advice[name] for name in names]
+            fixed = np.array([row.coding + row.latency for row in rows])[:, None, None] + computes[None, :, None]
+            steps = fixed + np.array([row.wire - row.latency for row in rows])[:, None, None] * 1e9 / rates
+            best = steps.argmin(0)  # (computing times, rates)
+            dense = [names.index("plump_dp"), names.index(DENSE)]
+            gains = steps[dense].min(0) / steps.min(0)
+            best = np.where(gains < GAIN, np.array(dense)[steps[dense].argmin(0)], best)
+            for index in np.unique(best):
+                rows, columns = np.nonzero(best == index)
+                axis.scatter(rates[columns], computes[rows], color=f"C{index}", marker="s", s=26, label=names[index])
+            axis.set(xscale="log", yscale="log", xlabel="link, bits a second", title=f"K = {count}")
+            axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), fontsize=8, ncols=2)
+            axis.sharey(panels[0][0])
+        panels[0][0].set_ylabel("computing, seconds a step")
+        drawing.suptitle(f"What a rapid estimate advises: {shapes}, memory copied at 10 GB/s")
 
 
 def problem(shapes: str, workers: int) -> tuple[Any, Any, Any]:
@@ -319,16 +264,14 @@ def problem(shapes: str, workers: int) -> tuple[Any, Any, Any]:
 
     The loss also takes `ways`: "late" or "split" by the names of dense layers.
     """
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-
     random = np.random.default_rng(0)
     if shapes != "mlp":
         sizes = shapes_of(shapes)
         dense = len(sizes) - 2 * COMPUTED.get(shapes, 0)  # where the dense layers begin; each is a kernel and a bias
-        params = {"rest": [random.standard_normal(shape, np.float32) for shape in sizes[:dense]]}
-        batch = {"rest": [random.standard_normal((workers, *shape), np.float32) for shape in sizes[:dense]]}
+        params: dict[str, Any] = {"rest": [random.standard_normal(shape, np.float32) for shape in sizes[:dense]]}
+        batch: dict[str, Any] = {
+            "rest": [random.standard_normal((workers, *shape), np.float32) for shape in sizes[:dense]]
+        }
         for index, kernel in enumerate(sizes[dense::2]):
             scale = np.float32(math.sqrt(2 / kernel[0]))
             weights = scale * random.standard_normal(kernel, np.float32)
@@ -376,12 +319,6 @@ def problem(shapes: str, workers: int) -> tuple[Any, Any, Any]:
 
 def calibrate(config: Config) -> None:
     """Measures every candidate's computing on one device for K = 2, 8 and 32; the unit is a copy of the gradient."""
-    import jax
-    import numpy as np
-
-    from jaxcomm.planner.costs import Bench, cost_key, lower_coding, measure_copy
-    from train.processes import prepare_jax
-
     prepare_jax()
     mesh = jc.make_mesh(data=1)
     shapes = [(1024, 1024)] * 4 if config.shapes == "mlp" else shapes_of(config.shapes)
@@ -434,8 +371,6 @@ def accuracy() -> dict[str, str]:
 
 
 def _runs_of(records: list[dict[str, Any]], method: Method) -> list[dict[str, Any]]:
-    from train.loop import describe
-
     options = _options(describe(CONFIGS["fashion"], method))
     return sorted((r for r in records if _options(r["about"]) == options), key=lambda r: r["about"]["seed"])
 
@@ -445,4 +380,4 @@ def _options(about: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    run(Config, __doc__, main, run_host)
+    harness.run(Config, __doc__, main, run_host)

@@ -6,31 +6,36 @@ All runs on one device, on normal noise. `copy` writes the array once; the other
 cost. The second table is the size of the indices, which depends only on n and the density.
 """
 
-import statistics
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.control import run
-from train.tables import print_table, write_records
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from benchmarks import harness
+from benchmarks.harness import Row
+from jaxcomm.codecs import choose_index_codec
+from jaxcomm.codecs.indices import INDEX_CODECS, entropy_bits
+from jaxcomm.kernels import bits
+from jaxcomm.kernels.vectors import Stored
+from jaxcomm.layout import plan_layout
+from jaxcomm.selectors import compact, select_threshold, select_topk, select_with_ties
 
 
 @dataclass(frozen=True)
 class Config:
     """Time selection and compaction against a copy of the array."""
 
-    n: int = 10_000_000
-    """Elements of the array."""
-    density: float = 0.01
-    """Fraction of the elements that are kept."""
-    repeats: int = 9
-    """Timed runs of each; the median is shown."""
-    slow: bool = True
-    """Time jax.lax.sort as well, which takes seconds."""
-    json: Path | None = None
-    """File for both tables, as one list of records."""
+    n: int = 10_000_000  # Elements of the array.
+    density: float = 0.01  # Fraction of the elements that are kept.
+    repeats: int = 9  # Timed runs of each; the median is shown.
+    slow: bool = True  # Time jax.lax.sort as well, which takes seconds.
+    json: Path | None = None  # File for both tables, as one list of records.
 
 
 def main(config: Config) -> None:
@@ -40,28 +45,13 @@ def main(config: Config) -> None:
             f"--density must be between 0 and 1, --n at least 1024 and --repeats at least 1; got {config.density}, "
             f"{config.n} and {config.repeats}."
         )
-    import jax
-
-    device = jax.devices()[0]
-    rows = time_all(config)
-    print_table(f"{config.n:,} float32 on {device.device_kind}, {config.density:.2%} kept", rows)
     sizes = [row for density in (0.001, 0.003, 0.01, 0.03, 0.055, 0.1) for row in index_sizes(config.n, density)]
-    print_table("Bits an index against the entropy bound", sizes)
-    write_records(config.json, rows + sizes)
+    title = f"{config.n:,} float32 on {jax.devices()[0].device_kind}, {config.density:.2%} kept"
+    harness.report(config.json, (title, time_all(config)), ("Bits an index against the entropy bound", sizes))
 
 
-def time_all(config: Config) -> list[dict[str, Any]]:
+def time_all(config: Config) -> list[Row]:
     """Times every operation: records of name, n, density, ms_median, ms_min, ms_max, ratio_to_copy."""
-    import jax
-    import jax.numpy as jnp
-    from jax import lax
-
-    from jaxcomm.codecs import choose_index_codec
-    from jaxcomm.codecs.indices import INDEX_CODECS
-    from jaxcomm.kernels import bits
-    from jaxcomm.kernels.vectors import Stored
-    from jaxcomm.selectors import compact, select_threshold, select_topk, select_with_ties
-
     layout = _layout(config.n, config.density)
     k = layout.n_slots
     vector = jnp.pad(jax.random.normal(jax.random.key(0), (config.n,)), (0, layout.n - config.n))
@@ -94,29 +84,16 @@ def time_all(config: Config) -> list[dict[str, Any]]:
     }
     if config.slow:
         operations["lax.sort"] = (lax.sort, magnitude)
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for name, (function, argument) in operations.items():
-        repeats = 2 if name == "lax.sort" else config.repeats
-        times = time_ms(jax.jit(function), argument, repeats)
-        copy = rows[0]["ms_median"] if rows else statistics.median(times)
-        rows.append(
-            {
-                "name": name,
-                "n": config.n,
-                "density": config.density,
-                "ms_median": statistics.median(times),
-                "ms_min": min(times),
-                "ms_max": max(times),
-                "ratio_to_copy": statistics.median(times) / copy,
-            }
-        )
+        times = time_ms(jax.jit(function), argument, 2 if name == "lax.sort" else config.repeats)
+        rows.append({"name": name, "n": config.n, "density": config.density, **harness.spread(times)})
+        rows[-1]["ratio_to_copy"] = rows[-1]["ms_median"] / rows[0]["ms_median"]
     return rows
 
 
 def time_ms(function: Callable[[Any], Any], argument: Any, repeats: int) -> list[float]:
     """Returns the milliseconds of each run, after a first one that compiles."""
-    import jax
-
     jax.block_until_ready(function(argument))
     times = []
     for _ in range(repeats):
@@ -126,40 +103,23 @@ def time_ms(function: Callable[[Any], Any], argument: Any, repeats: int) -> list
     return times
 
 
-def index_sizes(n: int, density: float) -> list[dict[str, Any]]:
+def index_sizes(n: int, density: float) -> list[Row]:
     """Returns the bits per index of every codec and of the automatic choice, against the entropy."""
-    from jaxcomm.codecs.indices import INDEX_CODECS, choose_index_codec, entropy_bits
-
     layout = _layout(n, density)
     entropy = entropy_bits(layout.n, layout.n_slots)
     codecs, best = {name: codec(layout) for name, codec in INDEX_CODECS.items()}, choose_index_codec(layout)
     auto = next(name for name, codec in codecs.items() if codec == best)
     rows = []
     for name, codec in (codecs | {f"auto: {auto}": best}).items():
-        bits_per_index = 32 * codec.n_words / layout.n_slots
-        rows.append(
-            {
-                "name": name,
-                "n": n,
-                "density": density,
-                "bits_per_index": bits_per_index,
-                "entropy_bits": entropy,
-                "ratio_to_entropy": bits_per_index / entropy,
-            }
-        )
+        n_bits, about = 32 * codec.n_words / layout.n_slots, {"name": name, "n": n, "density": density}
+        rows.append(about | {"bits_per_index": n_bits, "entropy_bits": entropy, "ratio_to_entropy": n_bits / entropy})
     return rows
 
 
 def _layout(n: int, density: float) -> Any:
-    import math
-
-    import jax
-
-    from jaxcomm.layout import plan_layout
-
     like = [jax.ShapeDtypeStruct((n,), "float32")]
     return plan_layout(like, dense_below=0, capacity=lambda size: max(1, math.ceil(size * density)))
 
 
 if __name__ == "__main__":
-    run(Config, __doc__, main)
+    harness.run(Config, __doc__, main)

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.control import run, spread
+from benchmarks.harness import run, spread
 from train.tables import print_table, write_records
 
 COMMANDS = {

@@ -18,6 +18,14 @@ from configs.experiment import Experiment
 from configs.methods import DctDp, Method
 from jaxcomm.methods.dct_dp import Thresholds
 from jaxcomm.selectors.topk import n_kept
+from models.functional import apply, cut
+from train.architectures import make_model
+from train.data import dataset_info, train_batches
+from train.job import make_job
+from train.loop import train
+from train.processes import Processes
+from train.seeds import Stopwatch
+from train.tasks import make_task
 
 CUT = 2  # the second block of a DLRM begins the second stage, as in the paper
 ROWS = 10_000  # of the training split at once, which has a multiple of it
@@ -97,10 +105,6 @@ def of_activations(
     Returns:
       A record for each seed: "steps", and "thresholds", a list for each sparsity of their means over the samples.
     """
-    from models.functional import apply, cut
-    from train.architectures import make_model
-    from train.data import dataset_info
-
     info = dataset_info(experiment.dataset, experiment.data_dir)
     bottom, _ = cut(make_model(experiment.architecture, info, "float32", 0), (CUT,))
     runs: list[dict[str, Any]] = []
@@ -153,11 +157,6 @@ def of_theorem(experiment: Experiment, method: Method, sparsity: float, seeds: i
       (standard deviation over mean); "activations", how far the second mean is from the first, by the norm of the
       difference; "gradient", the same of the mean gradients; and "without", of the gradient without a threshold.
     """
-    from models.functional import apply, cut
-    from train.architectures import make_model
-    from train.data import dataset_info, train_batches
-    from train.tasks import make_task
-
     info = dataset_info(experiment.dataset, experiment.data_dir)
     bottom, top = cut(make_model(experiment.architecture, info, "float32", 0), (CUT,))
     task = make_task(info, experiment.label_smoothing)
@@ -239,11 +238,6 @@ def train_all(
       seeds: of the parameters and of the order of the data.
       begin: gets the job before each run, and returns the `look` of its steps.
     """
-    from train.job import make_job
-    from train.loop import train
-    from train.processes import Processes
-    from train.seeds import Stopwatch
-
     job = make_job(experiment, method)
     for seed in seeds:
         with tempfile.TemporaryDirectory() as scratch:

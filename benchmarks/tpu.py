@@ -19,16 +19,31 @@ import dataclasses
 import os
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
 import jaxcomm as jc
-from benchmarks.control import run
+from benchmarks import harness
 from benchmarks.exchange import METHODS, selected_methods
+from benchmarks.harness import Options
 from benchmarks.shapes import count, shapes_of
+from configs import CONFIGS
+from configs.experiment import Architecture, BoundaryFields
+from configs.methods import DctDp, PlumpDp, SparseLoco, TopK
+from jaxcomm.accounting.hlo import read_overlap, read_program
 from jaxcomm.exchange import is_local
-from train.tables import print_table, write_records
+from train.data.info import ClickInfo
+from train.job import make_job
 
 # What the compiler would otherwise ask the machine that it runs on.
 _MACHINE = {
@@ -43,35 +58,24 @@ _APART = {"xla_jf_crs_combiner_threshold_in_bytes": 32 << 20}  # else XLA for TP
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Options):
     """Compile a step of every method for TPUs."""
 
-    topology: str = "v5e:2x2"
-    """Chips of a slice, as JAX names them (v4:2x2x1, v5e:4x4, v6e:2x2)."""
-    slices: int = 1
-    """Slices."""
-    shapes: str = "resnet50"
-    """Shapes of the gradient: a model's name, or a number of parameters in one tensor."""
-    method: str = "all"
-    """Methods, separated by commas, or all."""
-    sparsity: float = 0.99
-    """Fraction of coordinates that sparse methods do not send."""
-    layouts: bool = False
-    """Compile the trainer's steps instead, one for every layout of a model."""
-    json: Path | None = None
-    """File for the table, as a list of records."""
+    topology: str = "v5e:2x2"  # Chips of a slice, as JAX names them (v4:2x2x1, v5e:4x4, v6e:2x2).
+    slices: int = 1  # Slices.
+    shapes: str = "resnet50"  # Shapes of the gradient: a model's name, or a number of parameters in one tensor.
+    method: str = "all"  # Methods, separated by commas, or all.
+    sparsity: float = 0.99  # Fraction of coordinates that sparse methods do not send.
+    layouts: bool = False  # Compile the trainer's steps instead, one for every layout of a model.
 
 
 def main(config: Config) -> None:
     """Compiles, prints the table, and writes it where asked."""
     if config.layouts:
-        records = compile_layouts(config.topology)
-        print_table(f"The trainer's steps on {config.topology}", records)
-        write_records(config.json, records)
-        return
+        rows = compile_layouts(config.topology)
+        return harness.report(config.json, (f"The trainer's steps on {config.topology}", rows))
     methods = selected_methods(config.method, config.sparsity)
-    if config.slices < 1:
-        raise ValueError(f"--slices must be at least 1; got {config.slices}.")
+    harness.check_least(config, 1, "slices")
     shapes = shapes_of(config.shapes)
     mesh = described(config.topology, config.slices)
     records = []
@@ -80,8 +84,7 @@ def main(config: Config) -> None:
             records.append(compile_step(method, config.sparsity, shapes, mesh))
             print(f"{method}: {records[-1]['compile_s']:.1f} s", flush=True)
     title = f"A step of {count(shapes):,} parameters on {config.slices} slices of {config.topology}"
-    print_table(title, records)
-    write_records(config.json, records)
+    return harness.report(config.json, (title, records))
 
 
 def described(topology: str, slices: int) -> Any:
@@ -92,11 +95,6 @@ def described(topology: str, slices: int) -> Any:
     """
     for name, value in _MACHINE.items():
         os.environ.setdefault(name, value)
-    import jax
-    import numpy as np
-    from jax.experimental import topologies
-    from jax.sharding import Mesh
-
     options = {"num_slices": slices} if slices > 1 else {}
     try:
         devices = topologies.get_topology_desc(topology_name=topology, platform="tpu", **options).devices
@@ -114,14 +112,6 @@ def described(topology: str, slices: int) -> Any:
 
 def compile_step(method: str, sparsity: float, shapes: list[tuple[int, ...]], mesh: Any) -> dict[str, Any]:
     """Compiles and verifies the step of one method; returns its record."""
-    import jax
-    import jax.numpy as jnp
-    import optax
-    from jax.sharding import NamedSharding
-    from jax.sharding import PartitionSpec as P
-
-    from jaxcomm.accounting.hlo import read_program
-
     exchange = METHODS[method](sparsity)
     tx = jc.chain(optax.sgd(0.1), exchange) if is_local(exchange) else jc.chain(exchange, optax.sgd(0.1))
     if "inside" in mesh.shape:
@@ -138,11 +128,7 @@ def compile_step(method: str, sparsity: float, shapes: list[tuple[int, ...]], me
     begin = time.perf_counter()
     compiled = step.compile(state, batch)
     compile_s, text = time.perf_counter() - begin, compiled.as_text()
-    try:
-        jc.verify(step, state, batch, tx=tx, params=params, workers=step.sizes, axis_name=axes, text=text)
-        holds = "yes"
-    except ValueError as error:
-        holds = str(error).splitlines()[0]
+    about = {"tx": tx, "params": params, "workers": step.sizes, "axis_name": axes, "text": text}
     program, memory = read_program(text, mesh), compiled.memory_analysis()
     kinds = Counter(traffic.op for _, traffic in program.operations() if traffic.operand_bytes >= 4096)
     return {
@@ -154,20 +140,22 @@ def compile_step(method: str, sparsity: float, shapes: list[tuple[int, ...]], me
         "collectives": ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items())),
         "sizes_temporary": memory.temp_size_in_bytes / (4 * count(shapes)),
         "compile_s": compile_s,
-        "verified": holds,
+        "verified": _verified(partial(jc.verify, step, state, batch, **about)),
     }
+
+
+def _verified(verify: Callable[[], Any]) -> str:
+    """Returns "yes", or the first line of what `verify` raises."""
+    try:
+        verify()
+    except ValueError as error:
+        return str(error).splitlines()[0]
+    return "yes"
 
 
 def compile_layouts(topology: str) -> list[dict[str, Any]]:
     """Compiles and verifies the trainer's steps of small models on four chips; returns a record for each layout."""
     devices = described(topology, 1).devices.reshape(-1)[:4]
-    from configs import CONFIGS
-    from configs.experiment import Architecture, BoundaryFields
-    from configs.methods import DctDp, PlumpDp, SparseLoco, TopK
-    from jaxcomm.accounting.hlo import read_overlap, read_program
-    from train.data.info import ClickInfo
-    from train.job import make_job
-
     stages = {"workers": 2, "stages": 2, "micro_batches": 2}
     sparse, quarter = BoundaryFields(0.9), BoundaryFields(value_dtype="int4")
     layouts = {
@@ -194,11 +182,6 @@ def compile_layouts(topology: str) -> list[dict[str, Any]]:
         begin = time.perf_counter()
         compiled = job.step.lower(*job.inputs).compile(_APART if name == "whole, dense" else None)
         compile_s, memory, text = time.perf_counter() - begin, compiled.memory_analysis(), compiled.as_text()
-        try:
-            job.verify(*job.inputs)
-            holds = "yes"
-        except ValueError as error:
-            holds = str(error).splitlines()[0]
         axis = (job.axis,) if isinstance(job.axis, str) else job.axis
         axes = [*axis, *(["stage"] if experiment.stages > 1 else [])]
         records.append(
@@ -211,7 +194,7 @@ def compile_layouts(topology: str) -> list[dict[str, Any]]:
                 "overlap": read_overlap(text),
                 "megabytes_temporary": memory.temp_size_in_bytes / 1e6,
                 "compile_s": compile_s,
-                "verified": holds,
+                "verified": _verified(partial(job.verify, *job.inputs)),
             }
         )
         print(f"{name}: {compile_s:.1f} s", flush=True)
@@ -219,4 +202,4 @@ def compile_layouts(topology: str) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    run(Config, __doc__, main)
+    harness.run(Config, __doc__, main)

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Literal
 
 import benchmarks.papers
-from benchmarks import control
+from benchmarks import harness
 from benchmarks.papers.common import selected_tables
 
 _JSON = "docs/data/papers.json"
@@ -81,4 +81,4 @@ def main(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    control.run(Config, __doc__, main)
+    harness.run(Config, __doc__, main)

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
-from benchmarks import control
+from benchmarks import harness
 from configs import CONFIGS
 from configs.experiment import Experiment
 from train.records import Record, Records
@@ -87,7 +87,7 @@ def run(
       devices: simulated devices; at least the most workers of a table.
       timed: names of the tables that time something on hosts.
     """
-    control.run(config_type, description, partial(_make, tables, devices, timed))
+    harness.run(config_type, description, partial(_make, tables, devices, timed))
 
 
 def _make(tables: Mapping[str, Table[C]], devices: int, timed: Collection[str], config: C) -> None:

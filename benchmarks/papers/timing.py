@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.control import spread
+from benchmarks.harness import spread
 from configs import CONFIGS
 from configs.methods import PlumpDp
 from train.records import Record, Records

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import control
+from benchmarks import harness
 from benchmarks.netlab import Lab
 from benchmarks.peers.jax_host import METHODS
 from benchmarks.peers.job import CLASSES, WIDTH, Job, initial_weights
@@ -33,6 +33,7 @@ from train.tables import print_table
 
 PEERS = {"jaxcomm": tuple(METHODS), "torch": ("dense", "fp16", "bf16", "powersgd_1", "powersgd_4")}
 BASELINE = "torch:dense"
+SAME = ("hosts", "data", "rows", "steps", "segment", "learning_rate")  # settings of a record
 ATTEMPTS = 4  # of a run of PyTorch
 # The settings of `train.processes.keep_freed_memory`, as glibc's variables, for PyTorch's side.
 KEEP_FREED_MEMORY = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
@@ -46,32 +47,21 @@ USUAL = (
 class Config:
     """Train one model with this library and with PyTorch's DDP, on the hosts of a lab."""
 
-    methods: str = USUAL
-    """Methods, separated by commas, each with "jaxcomm:" or "torch:" before it."""
-    torch: Path | None = None
-    """The Python interpreter of an environment that has torch; needed for the runs of torch."""
-    hosts: int = 2
-    """Hosts, one worker each."""
-    rate: str = "1gbit"
-    """Limit of every link; several, separated by commas, are run one after another."""
+    methods: str = USUAL  # Methods, separated by commas, each with "jaxcomm:" or "torch:" before it.
+    torch: Path | None = None  # The Python interpreter of an environment that has torch; needed for the runs of torch.
+    hosts: int = 2  # Hosts, one worker each.
+    rate: str = "1gbit"  # Limit of every link; several, separated by commas, are run one after another.
     data: str = "noise"
     """"noise"; or "fashion", the four files of Fashion-MNIST in --source, and accuracies on its test images."""
     source: Path = Path("/usr/share/datasets/fashion-mnist")
     """Folder of train-images-idx3-ubyte.gz and the other three files."""
-    rows: int = 64
-    """Rows per worker and step."""
-    steps: int = 51
-    """Training steps; the first is not timed."""
-    segment: int = 10
-    """Steps between two readings of the clock, and between two evaluations."""
-    learning_rate: float = 0.05
-    """Learning rate of SGD with momentum 0.9."""
-    target: float = 85.0
-    """Accuracy in percent, the time to which is shown."""
-    rounds: int = 3
-    """Runs of each method; round r has the seed r, for weights and order of rows."""
-    json: Path | None = None
-    """File for the records of the runs; what it has is not run again."""
+    rows: int = 64  # Rows per worker and step.
+    steps: int = 51  # Training steps; the first is not timed.
+    segment: int = 10  # Steps between two readings of the clock, and between two evaluations.
+    learning_rate: float = 0.05  # Learning rate of SGD with momentum 0.9.
+    target: float = 85.0  # Accuracy in percent, the time to which is shown.
+    rounds: int = 3  # Runs of each method; round r has the seed r, for weights and order of rows.
+    json: Path | None = None  # File for the records of the runs; what it has is not run again.
     figure: Path | None = None
     """File for bars of the seconds to the target, with --data fashion; a panel for each rate."""
 
@@ -79,7 +69,7 @@ class Config:
 def main(config: Config) -> None:
     """Runs the methods in turn, and prints a table for each rate."""
     methods = config.methods.split(",")
-    rates = control.check_run(config.rate, config.steps)
+    rates = harness.check_run(config.rate, config.steps)
     check(config, methods)
     records = Records(config.json)
     splits = read(config)
@@ -88,13 +78,7 @@ def main(config: Config) -> None:
         runs: list[dict[str, Any]] = []
         for seed in range(config.rounds):
             for method in methods:
-                key = {"method": method, "hosts": config.hosts, "rate": rate, "data": config.data, "seed": seed}
-                key |= {
-                    "rows": config.rows,
-                    "steps": config.steps,
-                    "segment": config.segment,
-                    "learning_rate": config.learning_rate,
-                }
+                key = {"method": method, "rate": rate, "seed": seed, **{name: getattr(config, name) for name in SAME}}
                 runs.append(records.get(key, lambda setting=(method, rate, seed): run(config, *setting, splits)))
                 print(f"{method} at {rate}, round {seed}: {step_ms(runs[-1]):.4g} ms a step", flush=True)
         print_table(
@@ -220,34 +204,29 @@ def draw(path: Path, panels: Mapping[str, Mapping[str, Sequence[float | None]]],
       panels: by hosts and rate, and by method, the seconds of each round; None if a round does not reach the target.
       target: in percent.
     """
-    import matplotlib
+    with harness.figure(path, 1, len(panels), (7 * len(panels), 3.6)) as (_, grid):
+        for axes, (about, rounds) in zip(grid.flat, panels.items(), strict=True):
+            _draw_bars(axes, about, rounds, target)
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
 
-    figure, grid = plt.subplots(1, len(panels), figsize=(7 * len(panels), 3.6), layout="constrained", squeeze=False)
-    for axes, (about, rounds) in zip(grid.flat, panels.items(), strict=True):
-        medians = {m: statistics.median(math.inf if s is None else s for s in each) for m, each in rounds.items()}
-        order = sorted(rounds, key=lambda method: medians[method], reverse=True)
-        for place, method in enumerate(order):
-            median, colour = medians[method], "C0" if method.startswith("jaxcomm:") else "C7"
-            reached = [seconds for seconds in rounds[method] if seconds is not None]
-            axes.barh(place, median if math.isfinite(median) else 0.0, color=colour, alpha=0.7)
-            axes.plot(reached, [place] * len(reached), "k.")
-            text = f"  {median:.1f} s" if math.isfinite(median) else "  not reached"
-            axes.text(max(reached, default=0.0), place, text, va="center", fontsize=9)
-        names = [f"{'DDP' if peer == 'torch' else peer}, {name}" for peer, _, name in (m.partition(":") for m in order)]
-        axes.set_yticks(range(len(order)), names)
-        axes.margins(x=0.12)
-        reached = [(medians[method], name) for method, name in zip(order, names, strict=True)]
-        reached = [f"{seconds:.1f} s with {name}" for seconds, name in reached if math.isfinite(seconds)]
-        title = f"{target:g}% in {reached[-1]}, {reached[0]}" if reached else f"no method reaches {target:g}%"
-        axes.set_title(f"{title} ({about})", fontsize=9)
-        axes.set(xlabel=f"seconds of training to {target:g}%: median, and every round")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-    print(f"Drawn: {path}")
+def _draw_bars(axes: Any, about: str, rounds: Mapping[str, Sequence[float | None]], target: float) -> None:
+    medians = {m: statistics.median(math.inf if s is None else s for s in each) for m, each in rounds.items()}
+    order = sorted(rounds, key=lambda method: medians[method], reverse=True)
+    for place, method in enumerate(order):
+        median, colour = medians[method], "C0" if method.startswith("jaxcomm:") else "C7"
+        reached = [seconds for seconds in rounds[method] if seconds is not None]
+        axes.barh(place, median if math.isfinite(median) else 0.0, color=colour, alpha=0.7)
+        axes.plot(reached, [place] * len(reached), "k.")
+        text = f"  {median:.1f} s" if math.isfinite(median) else "  not reached"
+        axes.text(max(reached, default=0.0), place, text, va="center", fontsize=9)
+    names = [f"{'DDP' if peer == 'torch' else peer}, {name}" for peer, _, name in (m.partition(":") for m in order)]
+    axes.set_yticks(range(len(order)), names)
+    axes.margins(x=0.12)
+    reached = [(medians[method], name) for method, name in zip(order, names, strict=True)]
+    reached = [f"{seconds:.1f} s with {name}" for seconds, name in reached if math.isfinite(seconds)]
+    title = f"{target:g}% in {reached[-1]}, {reached[0]}" if reached else f"no method reaches {target:g}%"
+    axes.set_title(f"{title} ({about})", fontsize=9)
+    axes.set(xlabel=f"seconds of training to {target:g}%: median, and every round")
 
 
 def summary(method: str, runs: Sequence[dict[str, Any]], target: float) -> dict[str, Any]:
@@ -281,4 +260,4 @@ def summary(method: str, runs: Sequence[dict[str, Any]], target: float) -> dict[
 
 
 if __name__ == "__main__":
-    control.run(Config, __doc__, main)
+    harness.run(Config, __doc__, main)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxcomm as jc
-from benchmarks.exchange import Record, make_usual, over_rounds
+from benchmarks.exchange import make_usual, summary
 from jaxcomm.planner.alone import without_wire
 from tests.benchmarks.places import CAN_ISOLATE, run
 
@@ -53,13 +53,15 @@ def test_timed_steps_are_usual():
 
 
 def test_medians_and_ratios():
-    def record(method, ms, ratio):
-        return Record(method, 2, "none", ms, ms - 1, ms + 1, None, 8.0, 8.0, 1.0, 1.0, 1.0, None, 1.0, ratio)
+    def row(method, ms):
+        spread = {"ms_median": ms, "ms_min": ms - 1, "ms_max": ms + 1}
+        others = {"bytes_kernel": None, "bytes_compiled": 8.0, "compile_s": 1.0, "ms_refresh": None}
+        return {"method": method, "rate": "none", **spread, **others}
 
-    rounds = [
-        [record("plump_dp", ms, 1.0), record("topk", ms / ratio, ratio)] for ms, ratio in ((90, 2), (300, 3), (120, 6))
-    ]
-    dense, topk = over_rounds(rounds)
-    assert (dense.ms_median, dense.ms_min, dense.ms_max, dense.bytes_kernel) == (120, 89, 301, None)
-    assert (topk.ms_median, topk.ms_min, topk.ms_max) == (45, 19, 101)
-    assert (topk.times_faster, topk.times_faster_min, topk.times_faster_max) == (3, 2, 6)
+    rounds = [[row("plump_dp", ms), row("topk", ms / ratio)] for ms, ratio in ((90, 2), (300, 3), (120, 6))]
+    dense, topk = summary(rounds)
+    assert [dense[f"ms_{name}"] for name in ("median", "min", "max")] == [120, 89, 301]
+    assert dense["bytes_kernel"] is None
+    assert [topk[f"ms_{name}"] for name in ("median", "min", "max")] == [45, 19, 101]
+    assert [topk[f"times_faster{name}"] for name in ("", "_min", "_max")] == [3, 2, 6]
+    assert [row["times_faster"] for row in summary([[row("topk", 9.0)]])] == [None]

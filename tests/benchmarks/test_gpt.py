@@ -28,7 +28,7 @@ def trained(monkeypatch):
 
     monkeypatch.setattr(seeds, "_train", train)
     monkeypatch.setattr("train.job.make_job", lambda experiment, method: None)
-    monkeypatch.setattr("train.processes.prepare_jax", lambda devices: None)
+    monkeypatch.setattr(gpt, "prepare_jax", lambda devices: None)
     return runs
 
 
@@ -66,26 +66,12 @@ def test_seconds(trained, tmp_path, capsys, monkeypatch):
     """For 4 steps, timed on as many hosts as there are workers."""
     path, ran = tmp_path / "gpt.json", []
 
-    def run_hosts(lab, module):
-        ran.append(lab.hosts)
-        lines = [
-            json.dumps({"Timed": {"method": name, "ms_mean": 500.0, "ms_min": 1.0, "ms_max": 2.0, "bytes_kernel": 3.0}})
-            for name in METHODS
-        ]
-        return ["\n".join(lines)] * lab.hosts
+    def on_hosts(hosts, rate):
+        ran.append(hosts)
+        times = {"ms_mean": 500.0, "ms_min": 1.0, "ms_max": 2.0, "bytes_kernel": 3.0}
+        return [{"method": name, **times} for name in METHODS]
 
-    class Lab:
-        def __init__(self, hosts, rate):
-            self.hosts, self.isolated = hosts, False
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            return None
-
-    monkeypatch.setattr(gpt, "Lab", Lab)
-    monkeypatch.setattr(gpt, "run_hosts", run_hosts)
+    monkeypatch.setattr(gpt.harness, "on_hosts", on_hosts)
     for _ in range(2):
         gpt.main(Config(**vars(SMALL) | {"json": path, "hosts": 2}))
     assert ran == [2]

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 import jaxcomm as jc
-from benchmarks import hybrid, hybrid_run
-from benchmarks.hybrid import LAYOUTS, PAPER, Config, compare, formula, parameters, predicted, step_of
-from benchmarks.hybrid_run import Record, enlarged
+from benchmarks import hybrid
+from benchmarks.hybrid import LAYOUTS, PAPER, Config, count_bytes, enlarged, formula, parameters, predicted, step_of
 
 SMALL = 63  # the smallest image that AlexNet takes: the dense layers and the gradients are of full size
 
@@ -44,7 +43,7 @@ def test_numbers_of_the_paper(layout):
 def test_one_layout(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(hybrid, "LAYOUTS", ("hybrid, slices",))
     path = tmp_path / "table.json"
-    compare(Config(batch=4, image=SMALL, json=path), [2])
+    count_bytes(Config(batch=4, image=SMALL, json=path), [2])
     (record,) = json.loads(path.read_text())
     assert record["all_mib"] == pytest.approx(record["predicted_mib"], rel=1e-12)
     assert record["as_paper_mib"] == pytest.approx(2 * record["all_mib"])
@@ -62,13 +61,14 @@ def test_enlarged_images():
 
 def test_comparison():
     def timed(layout, devices, data, ms):
-        return Record(layout, devices, data, 8, 63, "none", ms, ms, ms, None, 0.0, 0.0)
+        return {"layout": layout, "devices": devices, "data": data, "ms_median": ms}
 
-    host, dense, hybrid = (
+    rows = [
         timed(LAYOUTS[0], 1, "fake", 100.0),
+        timed(LAYOUTS[0], 1, "real", 1.0),
         timed(LAYOUTS[0], 2, "fake", 200.0),
         timed(LAYOUTS[2], 2, "fake", 50.0),
-    )
-    hybrid_run.compare([host, timed(LAYOUTS[0], 1, "real", 1.0), dense, hybrid])
-    assert (host.speed_up, dense.speed_up, hybrid.speed_up) == (1.0, 0.5, 2.0)
-    assert (host.times_data_parallel, dense.times_data_parallel, hybrid.times_data_parallel) == (1.0, 1.0, 4.0)
+    ]
+    host, _, dense, sharded = hybrid.compare(rows)
+    assert [row["speed_up"] for row in (host, dense, sharded)] == [1.0, 0.5, 2.0]
+    assert [row["times_data_parallel"] for row in (host, dense, sharded)] == [1.0, 1.0, 4.0]

@@ -1,6 +1,5 @@
 """The benchmark of late-multiply: how it finds a crossover, what it compares, a run on two hosts."""
 
-import dataclasses
 import json
 
 import jax
@@ -10,14 +9,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxcomm as jc
 from benchmarks import late_multiply
-from benchmarks.control import merge_records
 from benchmarks.crossover import bisect, crossing
-from benchmarks.late_multiply import Config, Record, check, compare, equal_batch, parse_layers
+from benchmarks.harness import merge_rows
+from benchmarks.late_multiply import Config, check, compare, equal_batch, parse_layers
 from tests.benchmarks.places import run
 
 
-def record(mode, ms, received=100.0, hosts=2, rate="10gbit", batch=256):
-    return Record(hosts, rate, batch, mode, ms, ms, ms, ms / 2, 1000.0, received, received, 0.1)
+def row_of(mode, ms, received=100.0, hosts=2, rate="10gbit", batch=256):
+    about = {"hosts": hosts, "rate": rate, "batch": batch, "mode": mode}
+    return about | {"ms_median": ms, "bytes_kernel": 1000.0, "bytes_compiled": received}
 
 
 def test_layers():
@@ -49,7 +49,7 @@ def test_mean_gradient(mode):
     layers, mesh = [(5, 4), (4, 3)], jc.make_mesh(data=2)
     rng = np.random.default_rng(0)
     rows = [rng.normal(size=(6, width)).astype(np.float32) for shape in layers for width in shape]
-    step, _ = late_multiply.compile_step(layers, mesh, mode, 6)
+    step, *_ = late_multiply.compile_step(layers, mesh, mode, 6)
     sharding = NamedSharding(mesh, PartitionSpec("data"))
     for result, x, error in zip(step(*jax.device_put(rows, sharding)), rows[::2], rows[1::2], strict=True):
         np.testing.assert_allclose(result, x.T @ error / 2, rtol=1e-5, atol=1e-6)
@@ -73,25 +73,24 @@ def test_crossing():
 def test_comparison():
     places = [{}, {"hosts": 4}, {"rate": "1gbit"}, {"batch": 512}]
     rows = [
-        record(mode, ms, received, **place)
+        row_of(mode, ms, received, **place)
         for place in places
         for mode, ms, received in (("reduce", 8.0, 100.0), ("late", 2.0, 10.0))
     ]
-    rows[0].ms_median = 6.0
-    compare(rows, is_papers=True)
-    assert [row.times_faster for row in rows] == [1, 3, 1, 4, 1, 4, 1, 4]
-    assert [row.times_fewer_bytes for row in rows] == [1, 10] * 4
-    assert [row.paper_ms for row in rows[:6]] == [894, 164, 1287, 399, None, None]
-    fresh = [record("reduce", 8.0), record("late", 2.0, 0.0)]
-    compare(fresh, is_papers=False)
-    assert [row.paper_ms for row in fresh] == [None, None]
-    assert fresh[1].times_fewer_bytes is None
+    rows[0]["ms_median"] = 6.0
+    compared = compare(rows, is_papers=True)
+    assert [row["times_faster"] for row in compared] == [1, 3, 1, 4, 1, 4, 1, 4]
+    assert [row["times_fewer_bytes"] for row in compared] == [1, 10] * 4
+    assert [row["paper_ms"] for row in compared[:6]] == [894, 164, 1287, 399, None, None]
+    fresh = compare([row_of("reduce", 8.0), row_of("late", 2.0, 0.0)], is_papers=False)
+    assert [row["paper_ms"] for row in fresh] == [None, None]
+    assert fresh[1]["times_fewer_bytes"] is None
 
 
 def test_mean_bytes_of_hosts():
-    hosts = [[record("late", 2.0)], [dataclasses.replace(record("late", 3.0), bytes_kernel=3000.0)]]
-    assert [(row.ms_median, row.bytes_kernel) for row in merge_records(hosts, isolated=True)] == [(2.0, 2000.0)]
-    assert merge_records(hosts, isolated=False)[0].bytes_kernel is None
+    hosts = [[row_of("late", 2.0)], [row_of("late", 3.0) | {"bytes_kernel": 3000.0}]]
+    assert [(row["ms_median"], row["bytes_kernel"]) for row in merge_rows(hosts, isolated=True)] == [(2.0, 2000.0)]
+    assert merge_rows(hosts, isolated=False)[0]["bytes_kernel"] is None
 
 
 def test_defaults():

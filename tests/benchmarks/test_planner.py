@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks.planner import COMPUTED, COSTS, MEASURED, Record, accuracy, problem, summary
+from benchmarks.planner import COMPUTED, COSTS, MEASURED, accuracy, problem, summary
 from benchmarks.shapes import MODELS, with_biases
 from configs import CONFIGS
 from configs.methods import PlumpDp, TopK
@@ -12,23 +12,20 @@ from jaxcomm.planner.advice import DENSE
 from train.loop import describe
 
 
-def record(method, predicted, median, faster_predicted, faster_measured):
-    return Record(
-        method=method, hosts=2, rate="1gbit", ms_predicted=predicted, ms_low=0.9 * predicted, ms_high=1.1 * predicted,
-        ms_median=median, ms_min=median, ms_max=median, bytes_kernel=None, bytes_predicted=1.0, coding_measured=True,
-        advice_seconds=1.0, error=predicted / median - 1, faster_predicted=faster_predicted,
-        faster_measured=faster_measured,
-    )  # fmt: skip
+def row(method, predicted, median, faster_predicted, faster_measured):
+    times = {"ms_predicted": predicted, "ms_low": 0.9 * predicted, "ms_high": 1.1 * predicted, "ms_median": median}
+    ratios = {"faster_predicted": faster_predicted, "faster_measured": faster_measured}
+    return {"method": method, "hosts": 2, "rate": "1gbit", "error": predicted / median - 1} | times | ratios
 
 
 def test_cells():
-    records = [
-        record(DENSE, 100, 100, 1.0, 1.0),
-        record("near", 109, 100, 0.9, 0.95),
-        record("far", 50, 100, 2.0, 1.0 - 0.04),
-        record("wrong", 50, 200, 2.0, 0.5),
+    rows = [
+        row(DENSE, 100, 100, 1.0, 1.0),
+        row("near", 109, 100, 0.9, 0.95),
+        row("far", 50, 100, 2.0, 1.0 - 0.04),
+        row("wrong", 50, 200, 2.0, 0.5),
     ]
-    assert summary(records) == (
+    assert summary(rows) == (
         "2 of 4 cells are predicted within 10%, 2 lie in their range. Faster or slower than dense in bfloat16 is told "
         "wrongly in 2 of 3 cells, by more than 5% in: wrong K=2 1gbit."
     )
