@@ -44,6 +44,7 @@ Where the paper is silent:
 """
 
 import math
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -93,6 +94,7 @@ def algorithm_1(gradients: np.ndarray, eta: float, L: int) -> tuple[np.ndarray, 
     return received, residual
 
 
+@dataclass(kw_only=True, eq=False)
 class DctDpReference:
     """K synchronous workers which exchange their gradients by DCT-DP; K is that of the first step.
 
@@ -110,29 +112,20 @@ class DctDpReference:
         thresholds: per worker, tau by name; compressed tensors only. 0 before the first refresh.
     """
 
-    def __init__(
-        self,
-        *,
-        sparsity: float,
-        turn: Turn,
-        life_span: int = 1000,
-        early: bool = True,
-        slack: float = 1.05,
-        dense_below: int = 512,
-        value_dtype: str = "float32",
-    ):
-        check_value_dtype(value_dtype)
-        self.sparsity = sparsity
-        self.life_span = life_span
-        self.early = early
-        self.slack = slack
-        self.dense_below = dense_below
-        self.value_dtype = value_dtype
-        self.turn = turn
-        self.k = 0
-        self.refresh_due = False
-        self.residuals: list[Tensors] = []
-        self.thresholds: list[dict[str, float]] = []
+    sparsity: float
+    turn: Turn
+    life_span: int = 1000
+    early: bool = True
+    slack: float = 1.05
+    dense_below: int = 512
+    value_dtype: str = "float32"
+    k: int = field(default=0, init=False)
+    refresh_due: bool = field(default=False, init=False)
+    residuals: list[Tensors] = field(default_factory=list, init=False)
+    thresholds: list[dict[str, float]] = field(default_factory=list, init=False)
+
+    def __post_init__(self):
+        check_value_dtype(self.value_dtype)
 
     def step(self, gradients: list[Tensors], drain: bool = False) -> StepResult:
         """Exchange the workers' gradients, one dict for each worker."""

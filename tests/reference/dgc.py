@@ -28,6 +28,8 @@ Where the paper is silent:
   of 2^100 or more in a compressed tensor, all workers skip the step: the mean is zero, u and v stay.
 """
 
+from dataclasses import dataclass, field
+
 import numpy as np
 
 from .common import (
@@ -47,6 +49,7 @@ from .common import (
 from .momentum import add_dense_momentum, clip_locally, correct_momentum, kept_fraction, mask_factors, warmup_slots
 
 
+@dataclass(kw_only=True, eq=False)
 class DgcReference:
     """K synchronous workers which exchange their gradients by DGC; K is that of the first step.
 
@@ -66,29 +69,20 @@ class DgcReference:
         k: the number of steps so far, skipped ones included.
     """
 
-    def __init__(
-        self,
-        *,
-        sparsity: float,
-        momentum: float = 0.9,
-        factor_masking: bool = True,
-        clip: float | None = None,
-        warmup_steps: int = 0,
-        dense_below: int = 512,
-        value_dtype: str = "float32",
-    ):
-        check_value_dtype(value_dtype)
-        self.sparsity = sparsity
-        self.momentum = momentum
-        self.factor_masking = factor_masking
-        self.clip = clip
-        self.warmup_steps = warmup_steps
-        self.dense_below = dense_below
-        self.value_dtype = value_dtype
-        self.k = 0
-        self.velocities: list[Tensors] = []
-        self.residuals: list[Tensors] = []
-        self.momentum_dense: Tensors = {}
+    sparsity: float
+    momentum: float = 0.9
+    factor_masking: bool = True
+    clip: float | None = None
+    warmup_steps: int = 0
+    dense_below: int = 512
+    value_dtype: str = "float32"
+    k: int = field(default=0, init=False)
+    velocities: list[Tensors] = field(default_factory=list, init=False)
+    residuals: list[Tensors] = field(default_factory=list, init=False)
+    momentum_dense: Tensors = field(default_factory=dict, init=False)
+
+    def __post_init__(self):
+        check_value_dtype(self.value_dtype)
 
     def step(self, gradients: list[Tensors]) -> StepResult:
         """Exchange the workers' gradients, one dict for each worker. `overflow` is always 0."""

@@ -63,6 +63,7 @@ Where the paper is silent, or contradicts itself, or this differs:
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from fractions import Fraction
 
 import numpy as np
@@ -86,6 +87,7 @@ from .shared_sum import check_collective, exchange_slots
 MASK_CODECS = ("bitmap", "coded")
 
 
+@dataclass(kw_only=True, eq=False)
 class IwpReference:
     """K synchronous workers which exchange their gradients by IWP; K is that of the first step.
 
@@ -121,58 +123,37 @@ class IwpReference:
         k: the number of steps so far, skipped ones included.
     """
 
-    def __init__(
-        self,
-        *,
-        alpha: float | Callable[[int], float],
-        publishers: Callable[[int], dict[str, list[int]]],
-        turn: Turn,
-        density: float,
-        beta: float | Callable[[int], float] = 0.0,
-        C: float = 1.0,
-        floor: float = 1e-6,
-        momentum: float = 0.9,
-        factor_masking: bool = True,
-        random_selection: bool = False,
-        uniform: Callable[[int, int], Tensors] | None = None,
-        eps: float = 1e-8,
-        clip: float | None = None,
-        warmup_steps: int = 0,
-        life_span: int = 1,
-        dense_below: int = 512,
-        value_dtype: str = "float32",
-        collective: str = "psum",
-        mask_codec: str = "bitmap",
-    ):
-        check_collective(collective, value_dtype)
-        check_option("mask_codec", mask_codec, MASK_CODECS)
-        if random_selection and uniform is None:
+    alpha: float | Callable[[int], float]
+    publishers: Callable[[int], dict[str, list[int]]]
+    turn: Turn
+    density: float
+    beta: float | Callable[[int], float] = 0.0
+    C: float = 1.0
+    floor: float = 1e-6
+    momentum: float = 0.9
+    factor_masking: bool = True
+    random_selection: bool = False
+    uniform: Callable[[int, int], Tensors] | None = None
+    eps: float = 1e-8
+    clip: float | None = None
+    warmup_steps: int = 0
+    life_span: int = 1
+    dense_below: int = 512
+    value_dtype: str = "float32"
+    collective: str = "psum"
+    mask_codec: str = "bitmap"
+    k: int = field(default=0, init=False)
+    renewal_due: bool = field(default=False, init=False)
+    velocities: list[Tensors] = field(default_factory=list, init=False)
+    residuals: list[Tensors] = field(default_factory=list, init=False)
+    momentum_dense: Tensors = field(default_factory=dict, init=False)
+    mask: dict[str, np.ndarray] = field(default_factory=dict, init=False)
+
+    def __post_init__(self):
+        check_collective(self.collective, self.value_dtype)
+        check_option("mask_codec", self.mask_codec, MASK_CODECS)
+        if self.random_selection and self.uniform is None:
             raise ValueError("random_selection is True, but there are no random numbers: pass uniform.")
-        self.alpha = alpha
-        self.beta = beta
-        self.C = C
-        self.floor = floor
-        self.density = density
-        self.publishers = publishers
-        self.turn = turn
-        self.momentum = momentum
-        self.factor_masking = factor_masking
-        self.random_selection = random_selection
-        self.uniform = uniform
-        self.eps = eps
-        self.clip = clip
-        self.warmup_steps = warmup_steps
-        self.life_span = life_span
-        self.dense_below = dense_below
-        self.value_dtype = value_dtype
-        self.collective = collective
-        self.mask_codec = mask_codec
-        self.k = 0
-        self.renewal_due = False
-        self.velocities: list[Tensors] = []
-        self.residuals: list[Tensors] = []
-        self.momentum_dense: Tensors = {}
-        self.mask: dict[str, np.ndarray] = {}
 
     def step(self, gradients: list[Tensors], params: Tensors) -> StepResult:
         """Exchange the workers' gradients, one dict for each worker; the parameters are everyone's."""

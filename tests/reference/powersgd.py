@@ -37,6 +37,7 @@ Where the paper is silent, or leaves a choice:
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -52,6 +53,7 @@ from .common import (
 )
 
 
+@dataclass(kw_only=True, eq=False)
 class PowerSgdReference:
     """K synchronous workers which exchange their gradients by PowerSGD; K is that of the first step.
 
@@ -65,12 +67,11 @@ class PowerSgdReference:
         Q: the Q of the last step which was not skipped, by name; compressed tensors only. The same on every worker.
     """
 
-    def __init__(self, *, rank: int, initial_q: Callable[[str, int, int], np.ndarray], dense_below: int = 512):
-        self.rank = rank
-        self.initial_q = initial_q
-        self.dense_below = dense_below
-        self.residuals: list[Tensors] = []
-        self.Q: Tensors = {}
+    rank: int
+    initial_q: Callable[[str, int, int], np.ndarray]
+    dense_below: int = 512
+    residuals: list[Tensors] = field(default_factory=list, init=False)
+    Q: Tensors = field(default_factory=dict, init=False)
 
     def step(self, gradients: list[Tensors]) -> StepResult:
         """Exchange the workers' gradients, one dict for each worker.

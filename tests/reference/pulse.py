@@ -13,6 +13,8 @@ After the abstract of "PULSE" (arXiv 2602.03839, 2026), for one worker and one t
 The slots are jaxcomm's; so are small tensors, numbers of 2^100 or more, and non-finite ones, as in `dct_dp`.
 """
 
+from dataclasses import dataclass, field
+
 import ml_dtypes
 import numpy as np
 
@@ -31,6 +33,7 @@ from .common import (
 )
 
 
+@dataclass(eq=False)
 class PulseReference:
     """K synchronous workers which exchange their gradients by line 1 to 6; K is that of the first step.
 
@@ -45,21 +48,13 @@ class PulseReference:
         residuals: per worker, what it has not sent, by name; compressed tensors only.
     """
 
-    def __init__(
-        self,
-        sparsity: float,
-        turn: Turn,
-        learning_rate: float = 1.0,
-        dense_below: int = 512,
-        value_dtype: str = "float32",
-    ):
-        self.sparsity = sparsity
-        self.turn = turn
-        self.learning_rate = learning_rate
-        self.dense_below = dense_below
-        self.value_dtype = value_dtype
-        self.k = 0
-        self.residuals: list[Tensors] = []
+    sparsity: float
+    turn: Turn
+    learning_rate: float = 1.0
+    dense_below: int = 512
+    value_dtype: str = "float32"
+    k: int = field(default=0, init=False)
+    residuals: list[Tensors] = field(default_factory=list, init=False)
 
     def step(self, gradients: list[Tensors], params: Tensors) -> StepResult:
         """Exchange the workers' gradients, one dict for each worker; the parameters are everyone's."""

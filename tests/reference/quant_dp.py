@@ -41,6 +41,7 @@ Where the paper is silent, or this differs:
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -60,6 +61,7 @@ from .common import (
 )
 
 
+@dataclass(kw_only=True, eq=False)
 class QuantDpReference:
     """K synchronous workers which exchange quantized gradients.
 
@@ -73,29 +75,22 @@ class QuantDpReference:
         collective: "gather", where all receive all workers' payloads, "two_shot", or "psum".
     """
 
-    def __init__(
-        self,
-        *,
-        bits: int,
-        uniform: Callable[[int, int | None, int], Tensors],
-        bucket: int = 512,
-        norm: str = "max",
-        dense_below: int = 512,
-        collective: str = "gather",
-    ):
-        check_option("norm", norm, ("max", "l2"))
-        check_option("collective", collective, ("gather", "two_shot", "psum"))
-        if bits < 2:
-            raise ValueError(f"bits must be at least 2, one for the sign and one for the level, not {bits}.")
-        if BLOCK % bucket != 0:
-            raise ValueError(f"bucket must divide {BLOCK}, which {bucket} does not.")
-        self.levels = 2 ** (bits - 1) - 1
-        self.uniform = uniform
-        self.bucket = bucket
-        self.norm = norm
-        self.dense_below = dense_below
-        self.collective = collective
-        self.k = 0
+    bits: int
+    uniform: Callable[[int, int | None, int], Tensors]
+    bucket: int = 512
+    norm: str = "max"
+    dense_below: int = 512
+    collective: str = "gather"
+    k: int = field(default=0, init=False)
+
+    def __post_init__(self):
+        check_option("norm", self.norm, ("max", "l2"))
+        check_option("collective", self.collective, ("gather", "two_shot", "psum"))
+        if self.bits < 2:
+            raise ValueError(f"bits must be at least 2, one for the sign and one for the level, not {self.bits}.")
+        if BLOCK % self.bucket != 0:
+            raise ValueError(f"bucket must divide {BLOCK}, which {self.bucket} does not.")
+        self.levels = 2 ** (self.bits - 1) - 1
 
     def step(self, gradients: list[Tensors]) -> StepResult:
         """Exchange the workers' gradients, one dict for each worker. `sent` counts all coordinates, `overflow` none."""

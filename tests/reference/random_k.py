@@ -31,6 +31,7 @@ Where the paper is silent:
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -49,6 +50,7 @@ from .common import (
 from .shared_sum import check_collective, exchange_slots
 
 
+@dataclass(kw_only=True, eq=False)
 class RandomKReference:
     """K synchronous workers which exchange their gradients by random-k; K is that of the first step.
 
@@ -66,25 +68,17 @@ class RandomKReference:
         residuals: per worker, what it has not sent, by name; compressed tensors only.
     """
 
-    def __init__(
-        self,
-        *,
-        sparsity: float,
-        uniform: Callable[[int], Tensors],
-        offsets: Callable[[int], dict[str, int]],
-        dense_below: int = 512,
-        value_dtype: str = "float32",
-        collective: str = "psum",
-    ):
-        check_collective(collective, value_dtype)
-        self.sparsity = sparsity
-        self.uniform = uniform
-        self.offsets = offsets
-        self.dense_below = dense_below
-        self.value_dtype = value_dtype
-        self.collective = collective
-        self.k = 0
-        self.residuals: list[Tensors] = []
+    sparsity: float
+    uniform: Callable[[int], Tensors]
+    offsets: Callable[[int], dict[str, int]]
+    dense_below: int = 512
+    value_dtype: str = "float32"
+    collective: str = "psum"
+    k: int = field(default=0, init=False)
+    residuals: list[Tensors] = field(default_factory=list, init=False)
+
+    def __post_init__(self):
+        check_collective(self.collective, self.value_dtype)
 
     def step(self, gradients: list[Tensors]) -> StepResult:
         """Exchange the workers' gradients, one dict for each worker. `overflow` is always 0."""

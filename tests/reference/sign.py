@@ -40,6 +40,7 @@ Where the papers are silent, or this differs:
 """
 
 import math
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -60,6 +61,7 @@ from .common import (
 )
 
 
+@dataclass(kw_only=True, eq=False)
 class SignReference:
     """K synchronous workers which exchange scaled signs; K is that of the first step.
 
@@ -71,11 +73,12 @@ class SignReference:
         residuals: per worker, what it has not sent, by name; compressed tensors only.
     """
 
-    def __init__(self, *, dense_below: int = 512, collective: str = "gather"):
-        check_option("collective", collective, ("gather", "two_shot"))
-        self.dense_below = dense_below
-        self.collective = collective
-        self.residuals: list[Tensors] = []
+    dense_below: int = 512
+    collective: str = "gather"
+    residuals: list[Tensors] = field(default_factory=list, init=False)
+
+    def __post_init__(self):
+        check_option("collective", self.collective, ("gather", "two_shot"))
 
     def step(self, gradients: list[Tensors]) -> StepResult:
         """Exchange the workers' gradients, one dict for each worker. `sent` counts all coordinates, `overflow` none."""

@@ -29,6 +29,7 @@ Where the paper is silent, or this differs:
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -44,6 +45,7 @@ from .common import (
 )
 
 
+@dataclass(kw_only=True, eq=False)
 class TernGradReference:
     """K synchronous workers which exchange ternary gradients.
 
@@ -54,19 +56,11 @@ class TernGradReference:
         collective: how the codes are summed; any one gives the same result.
     """
 
-    def __init__(
-        self,
-        *,
-        uniform: Callable[[int, int], Tensors],
-        clip: float | None = 2.5,
-        dense_below: int = 512,
-        collective: str = "gather",
-    ):
-        self.uniform = uniform
-        self.clip = clip
-        self.dense_below = dense_below
-        self.collective = collective
-        self.k = 0
+    uniform: Callable[[int, int], Tensors]
+    clip: float | None = 2.5
+    dense_below: int = 512
+    collective: str = "gather"
+    k: int = field(default=0, init=False)
 
     def step(self, gradients: list[Tensors]) -> StepResult:
         """Exchange the workers' gradients, one dict for each worker. `sent` counts all coordinates, `overflow` none."""

@@ -14,6 +14,8 @@ of N elements:
 Small tensors, numbers of 2^100 or more, and non-finite ones are treated as in `dct_dp`.
 """
 
+from dataclasses import dataclass, field
+
 import numpy as np
 
 from .common import (
@@ -33,6 +35,7 @@ from .common import (
 )
 
 
+@dataclass(eq=False)
 class TopKReference:
     """K synchronous workers which exchange their gradients by top-k; K is that of the first step.
 
@@ -45,12 +48,13 @@ class TopKReference:
         residuals: per worker, what it has not sent, by name; compressed tensors only.
     """
 
-    def __init__(self, sparsity: float, dense_below: int = 512, value_dtype: str = "float32"):
-        check_value_dtype(value_dtype)
-        self.sparsity = sparsity
-        self.dense_below = dense_below
-        self.value_dtype = value_dtype
-        self.residuals: list[Tensors] = []
+    sparsity: float
+    dense_below: int = 512
+    value_dtype: str = "float32"
+    residuals: list[Tensors] = field(default_factory=list, init=False)
+
+    def __post_init__(self):
+        check_value_dtype(self.value_dtype)
 
     def step(self, gradients: list[Tensors]) -> StepResult:
         """Exchange the workers' gradients, one dict for each worker. `overflow` is always 0."""
