@@ -308,11 +308,8 @@ def test_memory_makes_stages():
     ("slowest", "is_proven"),
     [
         (None, True),
-        (
-            lambda plan: dataclasses.replace(plan, optimal=False, gap=1e-9),
-            True,
-        ),  # slower than the plan for sure
-        (lambda plan: dataclasses.replace(plan, optimal=False, gap=1.0), False),
+        (lambda best: dataclasses.replace(best, optimal=False, gap=1e-9), True),  # slower than the plan for sure
+        (lambda best: dataclasses.replace(best, optimal=False, gap=1.0), False),
         (NotInTimeError("There was no time."), False),
         (ValueError("Nothing fits."), True),
     ],
@@ -331,12 +328,12 @@ def test_optimality(monkeypatch, slowest, is_proven):
     assert usual.optimal
 
     def solved(problem, **_):
-        plan = solve(problem)
-        if set(plan.options.values()) == {"plump_dp"} and slowest is not None:
+        best = solve(problem)
+        if set(best.options.values()) == {"plump_dp"} and slowest is not None:
             if isinstance(slowest, ValueError):
                 raise slowest
-            return slowest(plan)
-        return plan
+            return slowest(best)
+        return best
 
     monkeypatch.setattr(planning, "solve", solved)
     assert made() == dataclasses.replace(usual, optimal=is_proven)
