@@ -35,10 +35,10 @@ def test_submit(world):
         *("--signal=B:USR1@180", "--requeue", "--open-mode=append", f"--output={root}/logs/slurm-%j.log"),
         *("--gpus-per-node=8", "--partition=gpu x", f"{root}/tpu_scripts/slurm_job", "digits", *AWKWARD),
     ]
-    progress = world.call(
+    dry_run = world.call(
         "slurm_submit", "--dry-run", "--partition=gpu x", "digits", *AWKWARD, **ASKED, JAXCOMM_SLURM_GPUS="8"
     )
-    assert (progress.stdout, world.calls()) == (call + "\n", [])
+    assert (dry_run.stdout, world.calls()) == (call + "\n", [])
 
 
 def test_a_dry_run_leaves_nothing(world):
