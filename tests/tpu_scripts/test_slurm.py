@@ -99,14 +99,18 @@ def test_queued_again_goes_on(job, inputs, restarts, begun, resumes):
     assert job.trained("any", "0")[0][3:] == [*(["--resume"] if resumes else []), *inputs]
 
 
+def to_the_limit(job):
+    """Runs the job until Slurm says that its time is nearly over: (process, its output, its errors)."""
+    process = job.script("slurm_job", "digits")
+    for path in (*(job.checkout / f"up{task}" for task in "01"), job.folder / "step"):
+        wait_for(path.exists)
+    process.send_signal(signal.SIGUSR1)
+    return process, *process.communicate(timeout=20)
+
+
 def test_the_limit_queues_again(job):
     job.behave("any", UNTIL_TERM)
-    process = job.script("slurm_job", "digits")
-    for task in "01":
-        wait_for((job.checkout / f"up{task}").exists)
-    wait_for((job.folder / "step").exists)
-    process.send_signal(signal.SIGUSR1)
-    out, err = process.communicate(timeout=20)
+    process, out, err = to_the_limit(job)
     assert process.returncode == 0, err
     assert out.count("saved") == 2
     calls = job.calls()
@@ -115,11 +119,5 @@ def test_the_limit_queues_again(job):
 
 def test_a_failure_is_not_queued_again(job):
     job.behave("any", 'trap "exit 5" TERM; touch "up$SLURM_PROCID"; while :; do sleep 0.05; done')
-    process = job.script("slurm_job", "digits")
-    for task in "01":
-        wait_for((job.checkout / f"up{task}").exists)
-    wait_for((job.folder / "step").exists)
-    process.send_signal(signal.SIGUSR1)
-    process.communicate(timeout=20)
-    assert process.returncode == 5
+    assert to_the_limit(job)[0].returncode == 5
     assert not any("requeue" in call for call in job.calls())

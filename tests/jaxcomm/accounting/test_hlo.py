@@ -1,5 +1,6 @@
 """Collectives in literal HLO text, in every notation that XLA prints."""
 
+import re
 from dataclasses import dataclass
 from fractions import Fraction
 from types import SimpleNamespace
@@ -156,49 +157,34 @@ def test_operations_of_gpus(line, expected):
     assert (traffic.op, traffic.operand_bytes, traffic.workers) == (*expected, 4)
 
 
+PAIRS = "source_target_pairs={{0,1}}"
+
+
 @pytest.mark.parametrize(
-    ("start", "end", "expected"),
+    ("start", "end", "operand"),
     [
+        (f"f32[64]{{0}} all-reduce-start(%p), {GROUPS}, to_apply=%sum", "f32[64]{0}", 256),
+        (f"(f32[64]{{0}}, f32[256]{{0}}) all-gather-start(%p), {GROUPS}, dimensions={{0}}", "f32[256]{0}", 256),
         (
-            f"%s = f32[64]{{0}} all-reduce-start(%p), {GROUPS}, to_apply=%sum",
-            "%d = f32[64]{0} all-reduce-done(%s)",
-            Traffic("all_reduce", 256, 4),
+            f"((f32[64]{{0}}, u8[2]{{0}}), (f32[256]{{0}}, u8[8]{{0}})) all-gather-start(%p, %q), {GROUPS}",
+            "(f32[256]{0}, u8[8]{0})",
+            258,
         ),
-        (
-            f"%s = (f32[64]{{0}}, f32[256]{{0}}) all-gather-start(%p), {GROUPS}, dimensions={{0}}",
-            "%d = f32[256]{0} all-gather-done(%s)",
-            Traffic("all_gather", 256, 4),
-        ),
-        (
-            f"%s = ((f32[64]{{0}}, u8[2]{{0}}), (f32[256]{{0}}, u8[8]{{0}})) all-gather-start(%p, %q), {GROUPS}",
-            "%d = (f32[256]{0}, u8[8]{0}) all-gather-done(%s)",
-            Traffic("all_gather", 258, 4),
-        ),
-        (
-            "%s = (f32[64]{0}, f32[64]{0}, u32[], u32[]) collective-permute-start(%p), source_target_pairs={{0,1}}",
-            "%d = f32[64]{0} collective-permute-done(%s)",
-            Traffic("permute", 256, 4),
-        ),
+        (f"(f32[64]{{0}}, f32[64]{{0}}, u32[], u32[]) collective-permute-start(%p), {PAIRS}", "f32[64]{0}", 256),
         # XLA's sugar for an async-start around an operation: ((operands), results, contexts).
+        (f"((f32[64]{{0}}), f32[64]{{0}}) all-to-all-start(%p), {GROUPS}, dimensions={{0}}", "f32[64]{0}", 256),
+        (f"((f32[64]{{0}}), f32[16]{{0}}) reduce-scatter-start(%p), {GROUPS}, to_apply=%sum", "f32[16]{0}", 256),
         (
-            f"%s = ((f32[64]{{0}}), f32[64]{{0}}) all-to-all-start(%p), {GROUPS}, dimensions={{0}}",
-            "%d = f32[64]{0} all-to-all-done(%s)",
-            Traffic("all_to_all", 256, 4),
-        ),
-        (
-            f"%s = ((f32[64]{{0}}), f32[16]{{0}}) reduce-scatter-start(%p), {GROUPS}, dimensions={{0}}, to_apply=%sum",
-            "%d = f32[16]{0} reduce-scatter-done(%s)",
-            Traffic("reduce_scatter", 256, 4),
-        ),
-        (
-            f"%s = ((f32[64]{{0}}, f32[8]{{0}}), (f32[16]{{0}}, f32[2]{{0}})) reduce-scatter-start(%p, %q), {GROUPS}",
-            "%d = (f32[16]{0}, f32[2]{0}) reduce-scatter-done(%s)",
-            Traffic("reduce_scatter", 288, 4),
+            f"((f32[64]{{0}}, f32[8]{{0}}), (f32[16]{{0}}, f32[2]{{0}})) reduce-scatter-start(%p, %q), {GROUPS}",
+            "(f32[16]{0}, f32[2]{0})",
+            288,
         ),
     ],
 )
-def test_asynchronous_pairs(start, end, expected):
-    assert only(module(start, end)) == expected
+def test_asynchronous_pairs(start, end, operand):
+    op = re.search(r" ([\w-]+)-start\(", start)[1]
+    name = {"collective-permute": "permute"}.get(op, op.replace("-", "_"))
+    assert only(module(f"%s = {start}", f"%d = {end} {op}-done(%s)")) == Traffic(name, operand, 4)
 
 
 def test_an_async_start_counts_once():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxcomm.codecs.tiles import GradientLevels, Tiles
-from tests.jaxcomm.layers.crossing import numbers
+from tests.jaxcomm.numbers import numbers
 from tests.reference.tiles import arrive, published, returned, turned
 
 WIDTHS = (3, 4, 8)

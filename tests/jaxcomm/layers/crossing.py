@@ -15,6 +15,7 @@ from jaxcomm.accounting.hlo import read_program
 from jaxcomm.accounting.jaxpr import jaxpr_program
 from jaxcomm.steps.pipeline.pipeline import Cut
 from tests.jaxcomm.formulas import BITS, index_words, words
+from tests.jaxcomm.numbers import numbers
 from tests.reference.dct_mp import n_kept_of_row
 
 kinds = st.sampled_from(["normal", "heavy", "ties", "zeros", "few", "infinite", "nan"])
@@ -83,22 +84,6 @@ class Crossing:
 
 
 crossing = functools.cache(lambda name, **options: Crossing(*CROSSINGS[name], **options))
-
-
-def numbers(rng, kind, shape):
-    x = rng.normal(size=shape)
-    if kind == "heavy":
-        x = x * 10.0 ** rng.integers(-25, 25, size=shape)
-    elif kind == "ties":
-        x = rng.integers(-2, 3, size=shape).astype(float)
-    elif kind == "zeros":
-        x = x * 0
-    elif kind == "few":  # fewer numbers than a sample sends
-        x = np.where(rng.random(shape) < 0.1, x, 0)
-    elif kind in ("infinite", "nan"):
-        x = np.where(rng.random(shape) < 0.2, -np.inf if kind == "infinite" else np.nan, x)
-        x = np.where(rng.random(shape) < 0.2, np.inf, x)
-    return x.astype(np.float32)
 
 
 def only_at(position, tree, size):

@@ -58,6 +58,13 @@ def _step_of(kind, fragments, overlap, mix, exchange):
     return make_step(kind, loss, streaming(fragments, overlap, mix, exchange=exchange), workers=K, donate=False)
 
 
+def state_after(step, count):
+    state = step.init(first_params())
+    for i in range(count):
+        state, _ = step(state, batch_of(i))
+    return state
+
+
 def memory(state):
     return state.opt_state[1].memory
 
@@ -208,9 +215,7 @@ def test_overlap(overlap):
 def test_a_skip_merges_nothing():
     """Each worker keeps what it has learned; only the worker with NaN misses its step."""
     step = step_of(exchange=TOPK)
-    state = step.init(first_params())
-    for i in range(8):
-        state, _ = step(state, batch_of(i))
+    state = state_after(step, 8)
     bad, metrics = step(state, batch_of(8, np.nan))
     assert metrics["skipped"] == 1
     turn = 0
@@ -233,9 +238,7 @@ def test_a_skip_merges_nothing():
 def test_a_skip_between_exchanges():
     """Else its next outer gradient would be the anchor's own progress, backwards."""
     step = step_of(mix=0.0)
-    state = step.init(first_params())
-    for i in range(4):
-        state, _ = step(state, batch_of(i))
+    state = state_after(step, 4)
     before = {name: rows(state, name) for name in SHAPES}
     state, metrics = step(state, batch_of(4, np.nan))  # the fragment of step 3 is merged in step 5
     assert metrics["skipped"] == 0
@@ -331,9 +334,7 @@ def test_bytes_beyond_the_claim():
 def test_another_number_of_workers(workers):
     """Also between an exchange and its merging: after 4 steps the first fragment waits."""
     step = step_of(exchange=TOPK)
-    state = step.init(first_params())
-    for i in range(10):
-        state, _ = step(state, batch_of(i))
+    state = state_after(step, 10)
     resized = step.resize(state, workers)
     new = make_step("simulated", loss, streaming(exchange=TOPK), workers=workers, donate=False)
     jax.tree.map(np.testing.assert_array_equal, new.params(resized), step.params(state))
@@ -349,9 +350,7 @@ def test_another_number_of_workers(workers):
 
 def test_checkpoints():
     step = step_of(exchange=TOPK)
-    state = step.init(first_params())
-    for i in range(10):
-        state, _ = step(state, batch_of(i))
+    state = state_after(step, 10)
     restored = serialization.from_bytes(step.init(first_params()), serialization.to_bytes(state))
     restored = jax.tree.map(jnp.asarray, restored)
     for i in range(10, 14):

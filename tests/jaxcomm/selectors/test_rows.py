@@ -9,6 +9,7 @@ import pytest
 from hypothesis import strategies as st
 
 from jaxcomm.selectors.topk import select_rows
+from tests.jaxcomm.numbers import numbers
 from tests.reference.dct_mp import largest_of_row
 
 SHAPES = [(1, 1), (5, 2), (3, 7), (2, 64), (4, 33)]
@@ -19,23 +20,7 @@ marked = functools.partial(jax.jit, static_argnums=1)(select_rows)
 
 
 def rows_of(kind, seed, shape):
-    rng = np.random.default_rng(seed)
-    x = rng.normal(size=shape)
-    if kind == "ties":
-        x = rng.choice([0.1, -0.1, 0.3, 1.1, 0.0], size=shape)
-    elif kind == "zeros":
-        x = np.where(rng.random(shape) < 0.5, 0.0, -0.0)
-    elif kind == "heavy":
-        x = x * 10.0 ** rng.integers(-30, 30, size=shape)
-    elif kind == "infinite":
-        x[rng.random(shape) < 0.5] = np.inf
-        x[rng.random(shape) < 0.5] = -np.inf
-    elif kind == "nan":
-        x[rng.random(shape) < 0.3] = np.inf
-        x[rng.random(shape) < 0.4] = np.nan
-    elif kind == "tiny":  # the smallest numbers that there are
-        return rng.integers(0, 3, size=shape).astype(np.uint32).view(np.float32)
-    return x.astype(np.float32)
+    return numbers(np.random.default_rng(seed), kind, shape)
 
 
 @pytest.mark.parametrize(

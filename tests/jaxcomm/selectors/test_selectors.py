@@ -18,6 +18,7 @@ from jaxcomm.kernels.vectors import Stored
 from jaxcomm.layout import plan_layout
 from jaxcomm.selectors import bracket, compact, select_threshold, select_topk, select_with_ties
 from jaxcomm.selectors.topk import dropped, n_kept
+from tests.jaxcomm.numbers import numbers
 
 SIZES = (1, 2049, 1024, 700)
 seeds = st.integers(0, 2**20)
@@ -35,22 +36,7 @@ QUARTER = layout_of(lambda n: max(1, n // 4))
 
 def segments(kind, seed, sizes=SIZES):
     rng = np.random.default_rng(seed)
-    parts = []
-    for size in sizes:
-        x = rng.normal(size=size)
-        if kind == "ties":
-            x = rng.integers(-2, 3, size=size).astype(float)
-        elif kind == "zeros":
-            x = x * 0
-        elif kind == "heavy":
-            x = x * 10.0 ** rng.integers(-30, 30, size=size)
-        elif kind == "infinite":
-            x[rng.random(size) < 0.3] = np.inf
-            x[rng.random(size) < 0.3] = -np.inf
-        elif kind == "one":
-            x = np.where(np.arange(size) == rng.integers(size), 3.0, 0.0)
-        parts.append(x.astype(np.float32))
-    return parts
+    return [numbers(rng, kind, size) for size in sizes]
 
 
 def vector_of(parts):
