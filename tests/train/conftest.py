@@ -1,6 +1,7 @@
 """Compiled programs and whole runs that the tests of this folder share."""
 
 import jax
+import matplotlib.figure
 import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
@@ -51,3 +52,16 @@ def logged(tmp_path_factory):
     log.write_text("".join("\t".join(map(str, row)) + "\n" for row in fields))
     prepare_log("criteo", log, folder, Hashed(20), say=lambda line: None)
     return folder
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """The figures that are written to files."""
+    drawings, savefig = [], matplotlib.figure.Figure.savefig
+
+    def save(figure, *args, **options):
+        drawings.append(figure)
+        savefig(figure, *args, **options)
+
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", save)
+    return drawings

@@ -3,7 +3,6 @@
 import warnings
 
 import matplotlib.colors
-import matplotlib.figure
 import matplotlib.image
 import numpy as np
 import pytest
@@ -16,19 +15,6 @@ CURVE = [Evaluation(step, step * 1e5, {"loss": 1.0, "accuracy": step / 100}) for
 OTHER = [Evaluation(step, step * 1e3, {"loss": 2.0, "accuracy": step / 200}) for step in (10, 20, 30)]
 # One worker receives nothing.
 SILENT = [Evaluation(step, 0.0, {"loss": 1.0, "accuracy": step / 100}) for step in (10, 20)]
-
-
-@pytest.fixture
-def saved(monkeypatch):
-    """The figures that were written."""
-    figures, savefig = [], matplotlib.figure.Figure.savefig
-
-    def save(figure, *args, **options):
-        figures.append(figure)
-        savefig(figure, *args, **options)
-
-    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", save)
-    return figures
 
 
 def is_painted(path, colour):
@@ -47,9 +33,9 @@ def test_the_figure(curves, tmp_path):
     assert matplotlib.image.imread(path).shape[2] in (3, 4)
 
 
-def test_curves_over_bytes(saved, tmp_path):
+def test_curves_over_bytes(figures, tmp_path):
     draw_accuracy(tmp_path / "figure.png", {"plump_dp": CURVE, "dct_dp": OTHER, "alone": SILENT})
-    ((axes,),) = [figure.axes for figure in saved]
+    ((axes,),) = [figure.axes for figure in figures]
     lines = {line.get_label(): line for line in axes.lines}
     points = {name: line.get_xydata().tolist() for name, line in lines.items()}
     assert points == {"plump_dp": [[1e6, 10], [2e6, 20]], "dct_dp": [[1e4, 5], [2e4, 10], [3e4, 15]], "alone": []}
@@ -76,9 +62,9 @@ RECORDS = [
 ]
 
 
-def test_figures_of_a_comparison(saved, tmp_path):
+def test_figures_of_a_comparison(figures, tmp_path):
     draw_comparison(tmp_path / "figure.png", RECORDS)
-    ((left, right),) = [figure.axes for figure in saved]
+    ((left, right),) = [figure.axes for figure in figures]
     for panel, column, records in ((left, "bytes_per_step", RECORDS[:3]), (right, "seconds_to_finish", RECORDS)):
         at = {f"{called(r['method'])} {r['setting']}".rstrip(): (r[column], r["accuracy_mean"]) for r in records}
         points = [line for line in panel.lines if line.get_marker() == "o"]
@@ -98,7 +84,7 @@ def test_figures_of_a_comparison(saved, tmp_path):
     assert left.get_ylabel() == "test accuracy, % (mean and standard deviation, 3 seeds)"
 
 
-def test_titles(saved, tmp_path):
+def test_titles(figures, tmp_path):
     draw_accuracy(tmp_path / "figure.png", {"dense": CURVE, "dct_dp": OTHER})
-    ((axes,),) = [figure.axes for figure in saved]
+    ((axes,),) = [figure.axes for figure in figures]
     assert axes.get_title() == "dct_dp: -5.0 points, 67 times fewer bytes"  # 15% and 20%, 3e4 and 2e6 bytes

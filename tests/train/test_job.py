@@ -12,7 +12,6 @@ import jaxcomm as jc
 from configs.experiment import Architecture, BoundaryFields
 from configs.methods import Dgc, LocalSgd, PlumpDp
 from models.functional import apply, cut
-from tests.refusals import refused
 from tests.train.runs import DCT_DP, EXPERIMENT, HALF, IMAGES, METHODS, MLP, PIPELINE, metrics, run
 from train.architectures import make_model
 from train.data import eval_batches
@@ -220,10 +219,6 @@ def test_methods_between_slices():
     assert sparse.report.received_over("data") == job.report.received_over("data")
 
 
-def test_groups_of_rows():
-    refused(lambda: make(architecture=MLP, rows_per_group=4), "Rows", "got 6 rows for groups of 4")
-
-
 @pytest.mark.parametrize(
     ("changes", "method", "message"),
     [
@@ -231,6 +226,7 @@ def test_groups_of_rows():
         (PIPELINE | {"cuts": (1, 2)}, DCT_DP, "A pipeline of 2 stages must have 1 cuts"),
         (PIPELINE | {"cuts": (3,)}, DCT_DP, r"rising indices of blocks, from 1 to 2"),
         (PIPELINE | {"boundary": BoundaryFields(1.0)}, DCT_DP, "sparsity must be .* got 1.0"),
+        ({"architecture": MLP, "rows_per_group": 4}, DCT_DP, "Rows .* got 6 rows for groups of 4"),
         ({"slices": 2}, METHODS["slim_dp"], "With --slices workers must exchange gradients; got slim_dp"),
         ({"delay": 1}, PlumpDp(p=2), r"must exchange gradients; got plump_dp-p2, .*, with --delay 1. Leave --delay"),
         ({"slices": 2}, PlumpDp(p=2), "With --slices workers must exchange gradients; got plump_dp-p2"),

@@ -9,7 +9,6 @@ import warnings
 from html.parser import HTMLParser
 
 import matplotlib.colors
-import matplotlib.figure
 import matplotlib.image
 import numpy as np
 import pytest
@@ -53,19 +52,6 @@ def folder(tmp_path):
         (run / name / "settings.json").write_text(json.dumps(SETTINGS | {"seed": seed}))
     (run / "runs.json").write_text('["plump_dp", "<dct> & dp"]')
     return run
-
-
-@pytest.fixture
-def figures(monkeypatch):
-    """The figures that are drawn."""
-    saved_figures, savefig = [], matplotlib.figure.Figure.savefig
-
-    def save(figure, *args, **options):
-        saved_figures.append(figure)
-        savefig(figure, *args, **options)
-
-    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", save)
-    return saved_figures
 
 
 class Texts(HTMLParser):
