@@ -240,22 +240,23 @@ def in_turns(gradients_fn: GradientsFn, kinds: Scalars, axis_name: AxisName) -> 
             (value, (scalars, new_state)), gradients_of_part = gradients_fn(params, state, part)
             return widened(((value, scalars), gradients_of_part)), vary(new_state)
 
-        def add(carry: Any, turn: Any) -> Any:
-            (((value, scalars), sums), state) = carry
-            ((own_value, own), found), state = one(state, turn)
-            largest = {name: jnp.maximum(scalars[name], own[name]) for name in maxima}
-            value, scalars, sums = jax.tree.map(jnp.add, (value, scalars, sums), (own_value, own, found))
-            return (((value, scalars | largest), sums), state), None
-
         turns, state = (jnp.arange(micro_batches), rows), vary(model_state)
         shapes, _ = jax.eval_shape(one, state, jax.tree.map(lambda leaf: leaf[0], turns))
-        maxima = [name for name in shapes[0][1] if kinds.of(name) == "max"]
-        (value, scalars), sums = jax.tree.map(zeros_of, shapes)
-        scalars |= {name: scalars[name] - jnp.inf for name in maxima}
-        (sums, state), _ = lax.scan(add, (((value, scalars), sums), state), turns)
-        largest = {name: sums[0][1][name] for name in maxima}
-        (value, scalars), means = jax.tree.map(lambda total: total / micro_batches, sums)
-        scalars |= largest
+        maxima = {name: jnp.maximum for name in shapes[0][1] if kinds.of(name) == "max"}
+        reductions = jax.tree.map(lambda _: jnp.add, shapes)
+        reductions[0][1].update(maxima)
+
+        def add(carry: Any, turn: Any) -> Any:
+            totals, state = carry
+            item, state = one(state, turn)
+            return (jax.tree.map(lambda reduce, *pair: reduce(*pair), reductions, totals, item), state), None
+
+        totals = jax.tree.map(zeros_of, shapes)
+        totals[0][1].update({name: totals[0][1][name] - jnp.inf for name in maxima})
+        (totals, state), _ = lax.scan(add, (totals, state), turns)
+        (value, scalars), means = jax.tree.map(
+            lambda reduce, total: total if reduce is jnp.maximum else total / micro_batches, reductions, totals
+        )
         means = jax.tree.map(lambda mean, leaf: mean.astype(leaf.dtype), means, trained(params))
         return (value, (scalars, state)), means
 

@@ -5,6 +5,7 @@ every stage goes into the first slot, the second largest into the second, and so
 stages' tensors of a slot have one shape, so has the slot; otherwise it is a vector of the largest size.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -78,19 +79,17 @@ def plan_stacked(trees: Sequence[Any]) -> StackedParams:
     slot_dtypes: list[Any] = []
     numbers = [[0] * len(leaves) for leaves in stage_leaves]
     for dtype in dtypes:
-        first = len(shapes)
-        members: list[list[tuple[int, ...]]] = []
-        for stage, leaves in enumerate(stage_leaves):
-            indices = [index for index, (leaf_dtype, _) in enumerate(leaves) if leaf_dtype == dtype]
-            indices.sort(key=lambda index: (-math.prod(leaves[index][1]), leaves[index][1], index))
-            for place, index in enumerate(indices):
-                numbers[stage][index] = first + place
-                if place == len(members):
-                    members.append([])
-                members[place].append(leaves[index][1])
-        for slot_shapes in members:
-            is_uniform = len(set(slot_shapes)) == 1
-            shapes.append(slot_shapes[0] if is_uniform else (max(math.prod(shape) for shape in slot_shapes),))
+        by_size = [
+            sorted((-math.prod(shape), shape, index) for index, (kind, shape) in enumerate(leaves) if kind == dtype)
+            for leaves in stage_leaves
+        ]
+        for slot in itertools.zip_longest(*by_size):  # the largest tensors of all stages that are left, or None
+            for stage, tensor in enumerate(slot):
+                if tensor is not None:
+                    numbers[stage][tensor[-1]] = len(shapes)
+            slot_shapes = {tensor[1] for tensor in slot if tensor is not None}
+            size = max(map(math.prod, slot_shapes))
+            shapes.append(slot_shapes.pop() if len(slot_shapes) == 1 else (size,))
             slot_dtypes.append(dtype)
     return StackedParams(
         shapes=tuple(shapes),

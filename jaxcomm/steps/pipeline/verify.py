@@ -1,6 +1,7 @@
 """Proof of the bytes that a pipeline's compiled step sends."""
 
 import math
+from collections import Counter
 from fractions import Fraction
 from typing import Any
 
@@ -69,12 +70,9 @@ def verify_pipeline(
             )
     links = _stage_links(compiled.links(), mesh)
     for stage, boundary in enumerate(claimed.boundaries):
-        for way, pair, claim in (
-            ("forward", (stage, stage + 1), boundary.forward),
-            ("backward", (stage + 1, stage), boundary.backward),
-        ):
-            wire = links.pop(pair, 0)
-            if wire != claim * workers:
+        there, back = (stage, stage + 1), (stage + 1, stage)
+        for way, pair, claim in (("forward", there, boundary.forward), ("backward", back, boundary.backward)):
+            if (wire := links.pop(pair, 0)) != claim * workers:
                 raise ValueError(
                     f"A boundary must send what it claims; got {wire:,} bytes {way} over {workers} workers between the "
                     f"stages {pair}, where {claim:,} a worker are claimed."
@@ -85,16 +83,11 @@ def verify_pipeline(
             f"Stages must send to their neighbours alone; got bytes from stage to stage of {links}. Look for another "
             "permutation in the stages."
         )
-    boundaries = Fraction(
-        workers * sum(boundary.forward + boundary.backward for boundary in claimed.boundaries), mesh.size
-    )
-    for kind, wire, claim in (
-        *(("usual", compiled_turn.received, exchange.received) for compiled_turn, _, exchange in steps),
-        *(
-            ("most expensive", compiled_turn.received_at_most, exchange.received_at_most)
-            for compiled_turn, _, exchange in steps
-        ),
-    ):
+    sent = sum(boundary.forward + boundary.backward for boundary in claimed.boundaries)
+    boundaries = Fraction(workers * sent, mesh.size)
+    usual = [("usual", wire.received, claim.received) for wire, _, claim in steps]
+    most = [("most expensive", wire.received_at_most, claim.received_at_most) for wire, _, claim in steps]
+    for kind, wire, claim in usual + most:
         if wire > boundaries + claim + other_bytes + padding:
             raise ValueError(
                 f"A step must send its boundaries, its exchange and at most {other_bytes} bytes more; got "
@@ -113,11 +106,9 @@ def verify_pipeline(
 def _stage_links(links: dict[tuple[int, int], int], mesh: Mesh) -> dict[tuple[int, int], int]:
     """Sums the bytes between devices, given by their positions in the mesh, to bytes between stages."""
     place = mesh.axis_names.index(STAGE_AXIS)
-    inner = 1
-    for name in mesh.axis_names[place + 1 :]:
-        inner *= mesh.shape[name]
-    size, stages = mesh.shape[STAGE_AXIS], {}
-    for (source, target), count in links.items():
-        pair = (source // inner % size, target // inner % size)
-        stages[pair] = stages.get(pair, 0) + count
+    inner = math.prod(mesh.shape[name] for name in mesh.axis_names[place + 1 :])
+    stages: Counter[tuple[int, int]] = Counter()
+    for pair, count in links.items():
+        source, target = (device // inner % mesh.shape[STAGE_AXIS] for device in pair)
+        stages[source, target] += count
     return stages
