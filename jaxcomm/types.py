@@ -10,6 +10,10 @@ import jax.numpy as jnp
 # bytes follows from its arrays' types; nothing states it separately.
 Payload = dict[str, jax.Array]
 
+# Trees of arrays, or of their shapes: any, and a model's parameters.
+PyTree = Any
+Params = PyTree
+
 
 _NOT_A_MODEL = "A PerWorker must be asked for its rows, one for each worker"
 _MODEL = (

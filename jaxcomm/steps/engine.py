@@ -1,23 +1,33 @@
-"""One worker's step: gradient, exchange, update, and the means of the reported scalars."""
+"""One worker's step: gradient, exchange, update, and the means of the reported scalars; and all workers' steps."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec as P
 
+from jaxcomm.accounting.jaxpr import traced_program
+from jaxcomm.accounting.report import verify
 from jaxcomm.collectives import dense_mean
-from jaxcomm.collectives.axis import AxisName, axis_names
+from jaxcomm.collectives.axis import AxisName, axis_names, to_varying
 from jaxcomm.exchange import get_exchange, keep_unless, without_frozen
 from jaxcomm.kernels.numerics import is_applicable_tree, is_finite_tree, widened
+from jaxcomm.order import check_descent
 from jaxcomm.state import (
     TrainState,
     applies_step,
+    bypassing,
+    check_axes,
     check_model_state,
     communication_period,
     is_averaged,
     keep_states_unless,
     make_local,
+    state_specs,
     trained,
     update_with,
     vary_exchanged,
@@ -25,8 +35,74 @@ from jaxcomm.state import (
     without_rows,
     works_alone,
 )
-from jaxcomm.steps.loss import GradientsFn, Scalars
-from jaxcomm.types import DelayedState, ExchangeMetrics, PerWorker
+from jaxcomm.steps.agreement import check_agreement
+from jaxcomm.steps.batch import Batch
+from jaxcomm.steps.loss import GradientsFn, LossFn, Scalars
+from jaxcomm.steps.replication import over_workers
+from jaxcomm.steps.step import Report, Update, params_like
+from jaxcomm.steps.workers import WorkerPlacement
+from jaxcomm.traffic import Program, Traffic
+from jaxcomm.types import DelayedState, Params, PerWorker, PyTree
+
+
+@dataclass(frozen=True)
+class WorkerUpdate(Update):
+    """The update of workers that each take a whole step by themselves.
+
+    Attributes:
+      placement: where the workers are.
+      gradients_fn: a worker's gradients.
+      loss: the loss of these gradients, from `loss_of`; None for one in stages.
+      kinds: how its scalars become one.
+      overlap: see `Update`.
+    """
+
+    placement: WorkerPlacement
+    gradients_fn: GradientsFn
+    loss: LossFn | None = None
+    kinds: Scalars | None = None
+    overlap: Any = None
+
+    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
+        """Runs `worker_step` on all workers."""
+        axis_name = self.placement.axis_name
+        check_axes(get_exchange(state.opt_state), axis_name)
+        check_descent(self.placement.tx, state.opt_state, trained(state.params))
+        if self.loss is not None:
+            check_agreement(self.loss, state, batch, self.placement.row_sizes, axis_name)
+        worker = partial(worker_step, self.gradients_fn, self.placement.worker_tx, axis_name, kinds=self.kinds)
+        state, (scalars, exchanged) = self.placement.run(worker, state, batch)
+        return state, {**scalars, **exchanged}
+
+    def verify(self, step: Any, state: Any, batch: PyTree, other_bytes: int, beside: Sequence[Traffic]) -> Report:
+        """Proves what the step sends; see `TrainStep.verify`."""
+        return verify(
+            step,
+            state,
+            batch,
+            tx=self.placement.tx,
+            params=params_like(state),
+            workers=self.placement.sizes,
+            other_bytes=other_bytes,
+            beside=beside,
+            axis_name=self.placement.axis_name,
+            text=step.compile(state, batch).as_text(),
+        )
+
+    def loss_program(self, state: Any, batch: Batch) -> Program:
+        """Returns the collectives of the loss; see `TrainStep.loss_program`."""
+        axis_name = self.placement.axis_name
+        if self.placement.mesh is None or self.loss is None or bypassing(state.opt_state, trained(params_like(state))):
+            return Program()  # nothing is sent; stages have no collectives; `beside` has them
+
+        def gradients(state: TrainState, batch: Batch) -> Any:
+            old = without_rows(state)
+            params = vary_exchanged(old.params, old.opt_state, axis_name)
+            local_gradients = self.gradients_fn(params, old.model_state, batch)
+            return jax.tree.map(lambda x: x[None], to_varying(local_gradients, axis_name))
+
+        specs = state_specs(state), batch.like(P(axis_name), P())
+        return traced_program(over_workers(gradients, self.placement.mesh, specs, P(axis_name)), state, batch)
 
 
 def worker_step(
@@ -34,7 +110,7 @@ def worker_step(
     tx: optax.GradientTransformation,
     axis_name: AxisName,
     state: TrainState,
-    batch: Any,
+    batch: PyTree,
     kinds: Scalars | None = None,
 ) -> tuple[TrainState, tuple[dict[str, Any], dict[str, jax.Array]]]:
     """Takes one worker's step; runs inside the axis of workers.
@@ -54,7 +130,7 @@ def worker_step(
     is_delayed, reported = isinstance(old.opt_state, DelayedState), ({"loss": loss, **scalars}, own_state)
     averaged, mean_state = reported if is_delayed or is_alone else mean_over_workers(*reported, axis_name, kinds)
 
-    def loss_at(trained_params: Any) -> jax.Array:
+    def loss_at(trained_params: Params) -> jax.Array:
         params = vary_exchanged(with_untrained(trained_params, old.params), old.opt_state, axis_name)
         return gradients_fn(params, old.model_state, batch)[0][0]
 
@@ -62,8 +138,10 @@ def worker_step(
     if is_local:  # of an update of NaN, a local method applies nothing but what it merges in this step
         gradients = keep_unless(own_ok, gradients, jax.tree.map(lambda _: jnp.nan, gradients))
     updates, opt_state = update_with(tx, gradients, old.opt_state, trained(old.params), own_loss, loss_at)
-    params, opt_state, exchanged = apply(updates, opt_state, old.params, old.opt_state, own_ok)
-    state_ok = applies_step(exchanged, get_exchange(opt_state).method.reverts_on_skip)
+    exchange = get_exchange(opt_state)
+    state_ok, exchanged = applies_step(exchange.metrics, exchange.method.reverts_on_skip), exchange.metrics
+    updates = without_frozen(updates, exchange)
+    params, opt_state = settle(state_ok, updates, opt_state, old.params, old.opt_state, own_ok)
     if is_delayed:
         # XLA would merge the two all-reduces, and that of the gradients would wait for the loss. So make the loss wait
         # for the gradients: `skipped` is 0 or 1, but XLA does not know. (An optimization_barrier is removed too early.)
@@ -82,19 +160,27 @@ def rows_of(scalars: dict[str, Any], axis_name: AxisName) -> dict[str, PerWorker
     return {name: PerWorker(row, axis_names(axis_name), is_local=True) for name, row in rows.items()}
 
 
-def apply(
-    updates: Any, opt_state: Any, old_params: Any, old_opt_state: Any, ok: bool | jax.Array = True
-) -> tuple[Any, Any, ExchangeMetrics]:
-    """Applies updates, unless the exchange was skipped; returns parameters, optimizer state, exchange metrics.
+def settle(
+    ok: jax.Array,
+    updates: PyTree,
+    opt_state: Any,
+    old_params: Params,
+    old_opt_state: Any,
+    own_ok: bool | jax.Array = True,
+) -> tuple[Any, Any]:
+    """Applies updates, or skips the step: returns the parameters and the optimizer's state after it.
 
-    Unless `ok`, the updates have nothing of this step's gradient, and the optimizer's state stays, too.
+    Args:
+      ok: () bool, whether the step is applied, the same on all workers; see `applies_step`.
+      updates: of the parameters that are trained.
+      opt_state: the new state of the optimizer.
+      old_params: the parameters before the step.
+      old_opt_state: the state before the step.
+      own_ok: whether the updates have something of this worker's gradient; else the optimizer's state stays, too.
     """
-    exchange = get_exchange(opt_state)
-    applies = applies_step(exchange.metrics, exchange.method.reverts_on_skip)
-    updates = without_frozen(updates, exchange)
+    new_opt_state = keep_states_unless(ok if own_ok is True else ok & own_ok, opt_state, old_opt_state)
     params = with_untrained(optax.apply_updates(trained(old_params), updates), old_params)
-    new_opt_state = keep_states_unless(applies & ok, opt_state, old_opt_state)
-    return keep_unless(applies, params, old_params), new_opt_state, exchange.metrics
+    return keep_unless(ok, params, old_params), new_opt_state
 
 
 def check_new_state(new: Any, old: Any, *, takes_counts: bool = True) -> None:
@@ -110,7 +196,7 @@ def check_new_state(new: Any, old: Any, *, takes_counts: bool = True) -> None:
 
 
 def mean_over_workers(
-    scalars: dict[str, jax.Array], tree: Any, axis_name: AxisName, kinds: Scalars | None = None
+    scalars: dict[str, jax.Array], tree: PyTree, axis_name: AxisName, kinds: Scalars | None = None
 ) -> tuple[dict[str, jax.Array], Any]:
     """Averages scalars, and the leaves of a tree, over the workers in one all-reduce of float32, float64 in its own.
 

@@ -1,20 +1,24 @@
 """The train step for every kind of parallelism, and its simulation."""
 
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import optax
 from jax.sharding import Mesh
 
 from jaxcomm.collectives.axis import AxisName, axis_names
-from jaxcomm.exchange import axis_name_of, is_local
-from jaxcomm.steps.local import LocalStep
+from jaxcomm.exchange import axis_name_of
+from jaxcomm.steps.engine import WorkerUpdate
+from jaxcomm.steps.gradients import ByCompiler, ByWorkers
 from jaxcomm.steps.lookups import Lookups
-from jaxcomm.steps.loss import LossFn, Scalars, loss_of
+from jaxcomm.steps.loss import LossFn, gradients_of, in_turns
+from jaxcomm.steps.overlap import HostOverlap
 from jaxcomm.steps.pipeline.pipeline import Pipeline
-from jaxcomm.steps.pipeline.step import PipelineStep
-from jaxcomm.steps.sharded import ShardedStep
-from jaxcomm.steps.workers import SimulatedStep, StepSettings, TrainStep, WorkersStep
+from jaxcomm.steps.pipeline.step import pipeline_step
+from jaxcomm.steps.settings import StepOptions, StepSettings
+from jaxcomm.steps.sharded import Sharded, ShardedUpdate
+from jaxcomm.steps.step import TrainStep
+from jaxcomm.steps.workers import Replicated, Simulated
 
 
 def make_train_step(
@@ -74,37 +78,21 @@ def make_train_step(
     a device's own shards, and its code does all communication between the devices. Along an axis in `auto`, it gets
     whole tensors, is written as for one device, and XLA partitions it; gradients are not gathered. On a mesh whose axes
     are all of type Explicit, the loss gets all rows and whole tensors, whose types carry their sharding; there, JAX
-    refuses convolutions, and a bias that is added without a reshard (see the guide).
-
-        specs = {"convolutions": P(), "kernel": P(None, "data"), "bias": P("data")}
-
-        def loss_fn(params, batch):  # on one worker: its own rows, its own shards
-            features = convolutions(params["convolutions"], batch["image"])  # (B/K, 9216)
-            logits = jc.layers.split_dense(features, params["kernel"], params["bias"])  # (B/K, 4096)
-            return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
-
-        tx = jc.chain(jc.dct_dp(0.99), optax.add_decayed_weights(5e-4), optax.sgd(0.01, momentum=0.9))
-        step = jc.make_train_step(loss_fn, tx, mesh, specs=specs)
-
-    Nothing is left for the user to scale. Krizhevsky ("One weird trick for parallelizing convolutional neural
-    networks", 2014) sums instead of averaging, and divides the weight decay of the copied part by its number of copies;
-    in the paper's units, that is the scaling done here.
+    refuses convolutions, and a bias that is added without a reshard. The guide has an example for each ("When the model
+    is split"). Nothing is left for the user to scale.
 
     **Tables of which a batch touches few rows.** The gradient of a sharded table is a dense array of the shard's size,
     and so is its update. With `lookups`, the step itself looks up rows of tables with spec P("data") (rows) or P(None,
-    "data") (columns). In place of the table, the loss gets the vectors (B/K, ..., D) of its ids. The optimizer's update
+    "data") (columns): in place of the table, the loss gets the vectors (B/K, ..., D) of its ids. The optimizer's update
     of each vector is added to its row, on the worker that holds it; no other row is read or written. That equals the
     dense update for an optimizer whose update of a row is a sum over its gradients: SGD with any learning rate, without
     momentum and decay. Others are refused.
 
-        lookups = {"table": lambda batch: batch["categories"]}  # ids (B/K, ...), int32, of a worker's own rows
-
     **Stages.** With a `Pipeline` in place of the loss, each device of the mesh holds the parameters and the optimizer
-    state of one stage. In one compiled program, the micro-batches go forward and backward through the stages, across
-    the pipeline's boundaries; then the workers of each stage exchange that stage's gradients. `tx` sees stacked stage
-    parameters, see `StackedParams`. What a method counts by tensor is counted from the stage's own tensor; ranks and
-    layer-wise norms are per stacked tensor, and a norm over all parameters is per stage. If a gradient is not finite in
-    any stage of any worker, all stages of all workers skip the step.
+    state of one stage. In one compiled program, the micro-batches go forward and backward through the stages; then the
+    workers of each stage exchange that stage's gradients. `tx` sees stacked stage parameters, see `StackedParams`. What
+    a method counts by tensor is counted from the stage's own tensor; ranks and layer-wise norms are per stacked tensor,
+    and a norm over all parameters is per stage. If a gradient is not finite in any stage of any worker, all skip.
 
     Args:
       loss_fn: (params, batch) -> the mean loss of the rows given, a scalar; or (loss, dict of scalars) with `has_aux`;
@@ -160,8 +148,18 @@ def make_train_step(
         the loss uses a parameter whose gradient bypasses the exchange other than by `late_multiply` or
         `layers.late_lookup`.
     """
-    axis_name, kinds = axis_name_of(tx) if axis_name is None else axis_name, Scalars(sum, max, accumulate)
-    settings = StepSettings(donate, accumulate, rng, compiler_options, batch_axis, kinds)
+    settings = StepSettings(
+        axis_name=axis_name_of(tx) if axis_name is None else axis_name,
+        has_aux=has_aux,
+        has_state=has_state,
+        sum=sum,
+        max=max,
+        accumulate=accumulate,
+        batch_axis=batch_axis,
+        rng=rng,
+        donate=donate,
+        compiler_options=compiler_options,
+    )
     if isinstance(loss_fn, Pipeline):
         if specs is not None or auto or lookups or has_aux or has_state or accumulate != 1 or rng is not None:
             raise ValueError(
@@ -178,19 +176,17 @@ def make_train_step(
                 f"batch_axis must be 0 with a Pipeline, whose micro-batches are rows of every array; got {batch_axis}. "
                 "Put the rows first, and repeat for every row what has none."
             )
-        return PipelineStep(loss_fn, tx, mesh, axis_name, settings)
-    loss = loss_of(loss_fn, has_aux, has_state, axis_name, kinds)
+        return pipeline_step(loss_fn, tx, mesh, settings)
     if lookups and specs is None:
         raise ValueError("lookups must go with specs=, which say how the tables are sharded; got no specs=. Give both.")
     if auto and specs is None:
         raise ValueError(f"auto must go with specs=, which say how parameters are sharded along it; got auto={auto}.")
-    workers = axis_names(axis_name)
+    workers = axis_names(settings.axis_name)
     extra_axes = tuple(name for name, size in mesh.shape.items() if name not in workers and size > 1)
     if specs is None and not (extra_axes and set(workers) <= mesh.shape.keys()):
-        return WorkersStep(loss, tx, mesh, axis_name, settings)
+        return _replicated_step(loss_fn, Replicated(tx, mesh, settings.axis_name), settings)
     auto = extra_axes if specs is None else tuple(auto)
-    make = LocalStep if is_local(tx) else ShardedStep
-    return make(loss, tx, mesh, specs, auto, axis_name, settings, lookups)
+    return _sharded_step(loss_fn, Sharded(tx, mesh, specs, auto, settings.axis_name, lookups), settings)
 
 
 def simulate(
@@ -198,15 +194,8 @@ def simulate(
     tx: optax.GradientTransformation,
     workers: int | tuple[int, ...],
     *,
-    has_aux: bool = False,
-    has_state: bool = False,
-    sum: str | None = None,
-    max: str | None = None,
-    accumulate: int = 1,
-    batch_axis: Any = 0,
-    rng: jax.Array | None = None,
     axis_name: AxisName | None = None,
-    donate: bool = True,
+    **options: Unpack[StepOptions],
 ) -> TrainStep:
     """Makes the step of `make_train_step` for K workers that share one device, under `jax.vmap`.
 
@@ -216,16 +205,36 @@ def simulate(
       loss_fn: as in `make_train_step`.
       tx: as in `make_train_step`.
       workers: K, any number (96, say), or one number per axis. Memory grows with K; the decoded mean is held once.
-      has_aux: as in `make_train_step`.
-      has_state: as in `make_train_step`.
-      sum: as in `make_train_step`.
-      max: as in `make_train_step`.
-      accumulate: as in `make_train_step`.
-      batch_axis: as in `make_train_step`.
-      rng: as in `make_train_step`.
       axis_name: as in `make_train_step`.
-      donate: as in `make_train_step`.
+      **options: has_aux, has_state, sum, max, accumulate, batch_axis, rng and donate, as in `make_train_step`.
     """
-    axis_name, kinds = axis_name_of(tx) if axis_name is None else axis_name, Scalars(sum, max, accumulate)
-    settings = StepSettings(donate, accumulate, rng, batch_axis=batch_axis, kinds=kinds)
-    return SimulatedStep(loss_of(loss_fn, has_aux, has_state, axis_name, kinds), tx, workers, axis_name, settings)
+    axis_name = axis_name_of(tx) if axis_name is None else axis_name
+    return _replicated_step(loss_fn, Simulated(tx, workers, axis_name), StepSettings(axis_name=axis_name, **options))
+
+
+def _replicated_step(loss_fn: LossFn, placement: Replicated | Simulated, settings: StepSettings) -> TrainStep:
+    """Every worker has the whole model, and takes its whole step."""
+    loss, mesh = settings.loss(loss_fn), placement.mesh
+    gradients_fn = in_turns(gradients_of(loss, settings.axis_name), settings.kinds, settings.axis_name)
+    overlap = None if mesh is None else HostOverlap(gradients_fn, placement.tx, mesh, settings)
+    return TrainStep(placement, WorkerUpdate(placement, gradients_fn, loss, settings.kinds, overlap), settings)
+
+
+def _sharded_step(loss_fn: LossFn, placement: Sharded, settings: StepSettings) -> TrainStep:
+    """Every worker has shards of the model on its devices, or shares them with the others."""
+    if settings.accumulate > 1 and placement.is_explicit:
+        raise ValueError(
+            f"accumulate must be 1 on a mesh of Explicit axes, where a loss gets all rows; got {settings.accumulate}. "
+            "Make the mesh with jaxcomm.make_mesh, or jax.make_mesh(..., axis_types=(AxisType.Auto, ...))."
+        )
+    if settings.accumulate > 1 and placement.lookups:
+        raise ValueError(
+            "accumulate must be 1 with lookups, which take the rows of a whole batch; got "
+            f"{settings.accumulate}. Leave one of them out."
+        )
+    loss = settings.loss(loss_fn)
+    if placement.is_explicit:
+        gradients = ByCompiler(loss, placement.mesh)
+    else:
+        gradients = ByWorkers(loss, settings.kinds, placement.manual)
+    return TrainStep(placement, ShardedUpdate(placement, gradients, settings), settings)

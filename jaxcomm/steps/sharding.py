@@ -22,7 +22,7 @@ from jaxcomm.collectives.axis import AxisName, axis_names, in_axes_of_workers, t
 from jaxcomm.exchange import get_exchange, is_exchange_state, keep_unless, zeros_unless
 from jaxcomm.kernels.numerics import is_finite_tree
 from jaxcomm.state import communication_period, state_specs
-from jaxcomm.types import ExchangeMetrics, PerWorker, is_per_worker
+from jaxcomm.types import ExchangeMetrics, Params, PerWorker, PyTree, is_per_worker
 
 
 class ShardedState(NamedTuple):
@@ -95,12 +95,24 @@ class ShardedExchange:
             group: tuple(shards == group and not is_reduced for shards, is_reduced in pairs) for group in shard_groups
         }
 
+    def within(self, axes: tuple[str, ...]) -> "ShardedExchange":
+        """Returns the exchange as it is in a region that is manual over some axes: with these in its specs alone."""
+
+        def part(entry: Any) -> tuple[str, ...] | None:
+            return tuple(name for name in _names_of(entry) if name in axes) or None
+
+        return replace(self, specs=tuple(P(*map(part, spec)) for spec in self.specs))
+
     def gradient_specs(self, treedef: Any) -> Any:
         """Returns the PartitionSpecs of the gradients: (K, *shape), a row for each worker, unless already reduced."""
         pairs = zip(self.specs, self.reduced, strict=True)
         return treedef.unflatten([spec if is_reduced else P(self.names, *spec) for spec, is_reduced in pairs])
 
-    def init(self, params: Any) -> ShardedState:
+    def per_worker(self, rows: Any) -> PerWorker:
+        """Marks rows (K, ...) as those of workers that train on their own."""
+        return PerWorker(rows, self.names, is_local=True)
+
+    def init(self, params: Params) -> ShardedState:
         """Makes the first state; `params` are placed by their specs, and have no rows."""
         local, treedef = self._local(params), jax.tree.structure(params)
         shapes = jax.eval_shape(in_axes_of_workers(self._init, self.sizes, self.axis_name), local)
@@ -112,12 +124,12 @@ class ShardedExchange:
         )
         return init(params)
 
-    def shard_shapes(self, params: Any) -> list[Any]:
+    def shard_shapes(self, params: Params) -> list[Any]:
         """Returns the shapes that each group's exchange gets on a device, as trees without the other leaves."""
         local = self._local(params)
         return [_part(local, is_member) for is_member in self.groups.values()]
 
-    def __call__(self, gradients: Any, state: ShardedState, params: Any) -> tuple[Any, ShardedState]:
+    def __call__(self, gradients: PyTree, state: ShardedState, params: Params) -> tuple[Any, ShardedState]:
         """Exchanges the gradients, all of them or none.
 
         If a group's exchange is skipped, or an already reduced gradient is not finite, all means are zeros, and nothing
@@ -189,14 +201,14 @@ class ShardedExchange:
         out_specs = treedef.unflatten(self.specs)
         return jax.shard_map(model, mesh=self.mesh, in_specs=(specs,), out_specs=out_specs)(exchanges)
 
-    def _init(self, params: Any) -> ShardedState:
+    def _init(self, params: Params) -> ShardedState:
         exchanges = tuple(
             _pack(self.chain.exchange.init(_part(params, is_member)), axes) for axes, is_member in self.groups.items()
         )
         reduced = () if self.chain.is_local else self.chain.before.init(_part(params, self.reduced))
         return ShardedState(ExchangeMetrics.zeros(), exchanges, reduced)
 
-    def _update(self, gradients: Any, state: ShardedState, params: Any) -> tuple[Any, ShardedState]:
+    def _update(self, gradients: PyTree, state: ShardedState, params: Params) -> tuple[Any, ShardedState]:
         """Exchanges one device's gradients."""
         leaves, treedef = jax.tree.flatten(gradients)
         pairs = zip(leaves, self.reduced, strict=True)
@@ -257,20 +269,17 @@ class ShardedExchange:
         first = [lax.axis_index(name) == 0 for name in self._all if name not in axes]
         return jnp.stack(first).all()
 
-    def _local(self, params: Any) -> Any:
+    def _local(self, params: Params) -> Any:
         """Returns the shapes of a device's shards, in a tree like the parameters'."""
-        leaves, treedef = jax.tree.flatten(params)
-        pairs = zip(leaves, self.specs, strict=True)
-        return treedef.unflatten([jax.ShapeDtypeStruct(self._shard(leaf, spec), leaf.dtype) for leaf, spec in pairs])
 
-    def _shard(self, leaf: Any, spec: P) -> tuple[int, ...]:
-        """Returns the shape of a device's shard."""
-        cuts = [math.prod(self.mesh.shape[name] for name in _names_of(entry)) for entry in spec]
-        return tuple(size // cut for size, cut in zip(leaf.shape, cuts + [1] * (leaf.ndim - len(cuts)), strict=True))
+        def shape(leaf: Any, spec: P) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(NamedSharding(self.mesh, spec).shard_shape(leaf.shape), leaf.dtype)
+
+        return jax.tree.map(shape, params, jax.tree.structure(params).unflatten(self.specs))
 
 
 def plan_shards(
-    tx: optax.GradientTransformation, mesh: Mesh, specs: Any, params: Any, axis_name: AxisName
+    tx: optax.GradientTransformation, mesh: Mesh, specs: Any, params: Params, axis_name: AxisName
 ) -> ShardedExchange:
     """Splits a chain at its exchange, and checks the PartitionSpecs.
 
@@ -322,7 +331,7 @@ def plan_shards(
     return exchange
 
 
-def _flat_specs(specs: Any, params: Any) -> tuple[P, ...]:
+def _flat_specs(specs: Any, params: Params) -> tuple[P, ...]:
     """Returns the PartitionSpec of every parameter, from a tree of specs or a prefix of it."""
 
     def is_spec(node: Any) -> bool:
@@ -381,7 +390,7 @@ def spec_axes(spec: P) -> tuple[str, ...]:
     return tuple(name for entry in spec for name in _names_of(entry))
 
 
-def _part(tree: Any, is_member: tuple[bool, ...]) -> Any:
+def _part(tree: PyTree, is_member: tuple[bool, ...]) -> Any:
     """Returns the tree with only the chosen leaves; their paths are unchanged."""
     leaves, treedef = jax.tree.flatten(tree)
     return treedef.unflatten([leaf if is_in else None for leaf, is_in in zip(leaves, is_member, strict=True)])

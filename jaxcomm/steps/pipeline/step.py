@@ -1,9 +1,7 @@
 """The train step of a pipeline: stages along one axis of a mesh, data-parallel workers along another."""
 
-import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import jax
@@ -15,129 +13,128 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxcomm.accounting.report import PipelineReport
-from jaxcomm.collectives.axis import AxisName, axis_names, in_axes_of_workers, on_step_mesh
+from jaxcomm.collectives.axis import AxisName, axis_names, on_step_mesh
 from jaxcomm.exchange import get_exchange
 from jaxcomm.kernels.numerics import is_finite_tree
-from jaxcomm.order import check_chain, check_descent
 from jaxcomm.state import (
     TrainState,
     check_aliases,
-    check_axes,
     check_model_state,
     global_params,
-    make_local,
     mean_model_state,
     resize_workers,
     state_specs,
 )
-from jaxcomm.steps.batch import check_batch
-from jaxcomm.steps.engine import worker_step
-from jaxcomm.steps.mesh import place, shapes_on
+from jaxcomm.steps.batch import Batch
+from jaxcomm.steps.engine import WorkerUpdate
+from jaxcomm.steps.loss import GradientsFn
+from jaxcomm.steps.mesh import place
 from jaxcomm.steps.pipeline.one_forward_one_backward import OneForwardOneBackward
 from jaxcomm.steps.pipeline.pipeline import STAGE_AXIS, Pipeline, Schedule
 from jaxcomm.steps.pipeline.verify import verify_pipeline
 from jaxcomm.steps.replication import over_workers
-from jaxcomm.steps.workers import StepSettings, TrainStep
+from jaxcomm.steps.settings import StepSettings
+from jaxcomm.steps.step import Report, TrainStep
+from jaxcomm.steps.workers import Worker, WorkerPlacement, scalar_spec
 from jaxcomm.traffic import Traffic
-from jaxcomm.types import is_per_worker
+from jaxcomm.types import Params, PyTree, is_per_worker
 
 
-class PipelineStep(TrainStep):
-    """Workers whose devices each hold one stage of the model; see `make_train_step`.
+def pipeline_step(
+    pipeline: Pipeline, tx: optax.GradientTransformation, mesh: Mesh, settings: StepSettings
+) -> TrainStep:
+    """Makes the step of workers whose devices each hold one stage of the model; see `make_train_step`."""
+    settings, loss_fn = replace(settings, accumulate=pipeline.micro_batches), pipeline.loss_fn
+
+    def loss(x: Any, batch: PyTree) -> Any:
+        value, scalars = loss_fn(x, batch)
+        return value, settings.kinds.checked(scalars, settings.axis_name)
+
+    placement = Staged(replace(pipeline, loss_fn=loss), tx, mesh, settings.axis_name)
+    return TrainStep(
+        placement, StagedUpdate(placement, _gradients_of(placement.pipeline, settings.axis_name)), settings
+    )
+
+
+class Staged(WorkerPlacement):
+    """Workers whose devices each hold one stage of the model.
 
     The first dimension of a state's leaves, except `step`, is the stages. In `PerWorker` leaves the second is the
     workers.
     """
 
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        tx: optax.GradientTransformation,
-        mesh: Mesh,
-        axis_name: AxisName,
-        settings: StepSettings,
-    ):
+    takes_scalars = False
+
+    def __init__(self, pipeline: Pipeline, tx: optax.GradientTransformation, mesh: Mesh, axis_name: AxisName):
         """See `make_train_step`."""
         _check_mesh(pipeline, mesh, axis_name)
-        super().__init__(tx, axis_name, tuple(mesh.shape[name] for name in axis_names(axis_name)), settings)
-        self.mesh = mesh
-        loss_fn, kinds = pipeline.loss_fn, settings.kinds._replace(micro_batches=pipeline.micro_batches)
+        super().__init__(tx, mesh, axis_name, tuple(mesh.shape[name] for name in axis_names(axis_name)))
+        self.pipeline = pipeline
 
-        def loss(x: Any, batch: Any) -> Any:
-            value, scalars = loss_fn(x, batch)
-            return value, kinds.checked(scalars, axis_name)
+    @property
+    def row_sizes(self) -> Mapping[str, int]:
+        """None: stages are first."""
+        return {}
 
-        self.pipeline = replace(pipeline, loss_fn=loss)
+    @property
+    def worker_tx(self) -> optax.GradientTransformation:
+        """The chain, which counts each stage's own elements."""
+
+        def init(params: Params) -> Any:
+            with self.pipeline.exchanging():
+                return self.tx.init(params)
+
+        # Only the last stage has the loss, so a chain that takes it (reduce_on_plateau, a line search) must fail.
+        def update(updates: PyTree, state: Any, params: Params) -> tuple[Any, Any]:
+            with self.pipeline.exchanging(on_stages=True):
+                return self.tx.update(updates, state, params)
+
+        return optax.GradientTransformation(init, cast(Any, update))
 
     @on_step_mesh
-    def init(self, params: Sequence[Any], model_state: Sequence[Any] | None = None) -> TrainState:
-        """Makes the first state of a run, each stage's part on that stage's devices.
-
-        Args:
-          params: the parameters of every stage, equal in every process.
-          model_state: the model state of every stage, if the pipeline has one.
-
-        Raises:
-          ValueError: as `TrainStep.init`; for shapes that are not the pipeline's; for an exchange with `where`.
-        """
-        pipeline = self.pipeline
-        if (model_state is None) != (pipeline.model_state is None):
+    def init(self, params: Sequence[Any], model_state: Sequence[Any] | None) -> TrainState:
+        """Makes the first state of a run, each stage's part on that stage's devices; see `TrainStep.init`."""
+        pipeline, has_state = self.pipeline, bool(model_state)
+        if has_state != (pipeline.model_state is not None):
             raise ValueError(
                 "model_state must be given to both the Pipeline and its init, or to neither; got "
-                f"{'none' if model_state is None else 'one'} for a pipeline "
-                f"{'without' if pipeline.model_state is None else 'with one'}. Pass model_state= to both."
+                f"{'one' if has_state else 'none'} for a pipeline {'without' if has_state else 'with one'}. Pass "
+                "model_state= to both."
             )
         _check_shapes("params", params, pipeline.params)
         check_aliases(params)
-        states = [()] * pipeline.size if model_state is None else model_state
-        if pipeline.model_state is not None:
+        states = model_state or [()] * pipeline.size
+        if has_state:
             _check_shapes("model_state", states, pipeline.model_state)
             check_model_state(states)
 
         def device_state(params: list[jax.Array], states: list[jax.Array]) -> TrainState:
-            stage_slots = [slot[0] for slot in params]
-            stages = {"stages": [slot[0] for slot in states]}
-            with self.pipeline.exchanging():
-                state = TrainState(stage_slots, self.tx.init(stage_slots), jnp.zeros((), jnp.int32), stages)
-            return _of_mesh(make_local(state, self.axis_name))
+            return _of_mesh(self.worker_state([slot[0] for slot in params], {"stages": [slot[0] for slot in states]}))
 
         stacked = (pipeline.param_slots.stack(params), pipeline.state_slots.stack(states))
-        one_stage = jax.eval_shape(lambda: jax.tree.map(lambda slot: slot[:1], stacked))
-        shapes = jax.eval_shape(in_axes_of_workers(device_state, self.sizes, self.axis_name), *one_stage)
-        exchange = get_exchange(shapes.opt_state)
-        if exchange.method.where is not None:
+        stage = jax.eval_shape(lambda: jax.tree.map(lambda slot: slot[0], stacked))
+        shapes = self.checked_shapes(stage[0], {"stages": stage[1]})
+        if get_exchange(shapes.opt_state).method.where is not None:
             raise ValueError(
                 "A pipeline must exchange all gradients of a stage, whose stacked parameters have no paths of their "
                 "own and whose layers cannot gather over the workers; got an exchange with where=. Leave it out."
             )
-        check_axes(exchange, self.axis_name)
-        if not hasattr(self.tx, "links"):  # a jaxcomm.chain has checked itself
-            stage_like = jax.eval_shape(lambda: [slot[0] for slot in stacked[0]])
-            for message in check_chain(self.tx, shapes.opt_state, stage_like):
-                warnings.warn(message, stacklevel=2)
-        specs = _staged_specs(shapes)
+        specs = self.specs_of(shapes)
         on_devices = jax.shard_map(device_state, mesh=self.mesh, in_specs=P(STAGE_AXIS), out_specs=specs)
         return jax.jit(on_devices)(*place(stacked, NamedSharding(self.mesh, P(STAGE_AXIS))))
 
-    @on_step_mesh
-    def shapes(self, params: Sequence[Any], model_state: Sequence[Any] | None = None) -> TrainState:
-        """Returns the shapes of what `init` makes; see `TrainStep.shapes`."""
-        shapes = jax.eval_shape(self.init, params, model_state)
-        return shapes_on(self.mesh, shapes, _staged_specs(shapes))
+    def specs_of(self, state: TrainState) -> TrainState:
+        """Returns the PartitionSpec of every leaf; see `state_specs`."""
+        staged = jax.tree.map(lambda spec: P(STAGE_AXIS, *spec), state_specs(state), is_leaf=lambda n: isinstance(n, P))
+        return staged._replace(step=P())
 
-    @on_step_mesh
     def params(self, state: TrainState) -> list[Any]:
         """Returns the parameters of every stage; with a local method, those of the global model."""
         slots = self.pipeline.param_slots
         if not is_per_worker(state.params):
             return slots.unstack(state.params)
-        of_stages = []
-        for stage in range(self.pipeline.size):
-            stage_state = jax.tree.map(lambda leaf, at=stage: leaf[at], (state.params, state.opt_state))
-            model = global_params(state._replace(params=stage_state[0], opt_state=stage_state[1]))
-            of_stages.append(slots.of_stage(stage, model))
-        return of_stages
+        models = (global_params(_at_stage(state, stage)) for stage in range(self.pipeline.size))
+        return [slots.of_stage(stage, model) for stage, model in enumerate(models)]
 
     def model_state(self, state: TrainState) -> list[Any]:
         """Returns the model state of every stage; with a local method, the mean over the workers."""
@@ -145,85 +142,57 @@ class PipelineStep(TrainStep):
 
     def resize(self, state: TrainState, workers: int) -> TrainState:
         """Converts every stage's rows to another number of workers; see `TrainStep.resize`."""
-        of_stages = [
-            resize_workers(_of_stage(state, lambda leaf, at=stage: np.asarray(leaf[at])), workers)
-            for stage in range(self.pipeline.size)
-        ]
-        return jax.tree.map(lambda *rows: np.stack(rows), *of_stages)._replace(step=state.step)
+        state = _of_stage(state, np.asarray)
+        stages = [resize_workers(_at_stage(state, stage), workers) for stage in range(self.pipeline.size)]
+        return jax.tree.map(lambda *rows: np.stack(rows), *stages)._replace(step=state.step)
 
-    @on_step_mesh
-    def verify(
-        self, state: Any, batch: Any, *, other_bytes: int = 256, beside: Sequence[Traffic] = ()
-    ) -> PipelineReport:
-        """Proves from the compiled text that the step sends what its pipeline and its exchange claim.
+    def run(self, worker: Worker, state: TrainState, batch: Batch) -> tuple[TrainState, Any]:
+        """Runs a worker's function on the device of every stage."""
 
-        Raises:
-          ValueError: as `verify_pipeline`, and for `beside`.
-        """
+        def device_step(state: TrainState, batch: Batch) -> tuple[TrainState, Any]:
+            seeded = replace(batch, key=state.step)  # of random boundaries
+            new, metrics = worker(_at_stage(state, 0), seeded)
+            return _of_mesh(new), _over_stages(metrics)
+
+        specs = self.specs_of(state)
+        in_specs = (specs, batch.like(P(self.axis_name), P()))
+        out_specs = (specs, (scalar_spec(state, self.axis_name), P()))
+        return over_workers(device_step, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)(state, batch)
+
+
+@dataclass(frozen=True)
+class StagedUpdate(WorkerUpdate):
+    """A `WorkerUpdate` whose stages send to each other."""
+
+    placement: Staged
+
+    def verify(self, step: Any, state: Any, batch: PyTree, other_bytes: int, beside: Sequence[Traffic]) -> Report:
+        """Proves what the step sends; see `verify_pipeline`."""
         if beside:
             raise ValueError(f"beside must be empty for a pipeline, whose layers cannot gather; got {beside}.")
         return verify_pipeline(
-            self,
+            step,
             state,
             batch,
-            pipeline=self.pipeline,
-            tx=self.tx,
-            mesh=self.mesh,
+            pipeline=self.placement.pipeline,
+            tx=self.placement.tx,
+            mesh=self.placement.mesh,
             other_bytes=other_bytes,
-            axis_name=self.axis_name,
-            text=self.compile(state, batch).as_text(),
+            axis_name=self.placement.axis_name,
+            text=step.compile(state, batch).as_text(),
         )
 
-    @on_step_mesh
-    def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
-        check_batch(batch, self.workers, self.pipeline.micro_batches, takes_scalars=False)
-        check_descent(self.tx, state.opt_state, state.params)
-        specs = self._specs(state)
-        in_specs, out_specs = (specs, P(self.axis_name)), (specs, (self._of_scalars(state), P()))
-        step = over_workers(self._device_step, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
-        state, (scalars, exchanged) = step(state, batch)
-        return state, {**scalars, **exchanged}
 
-    def _specs(self, state: TrainState) -> TrainState:
-        return _staged_specs(state)
-
-    def _device_step(self, state: TrainState, batch: Any) -> tuple[TrainState, tuple[dict[str, Any], dict[str, Any]]]:
-        gradients = partial(_gradients, self.pipeline, self.axis_name, state.step)
-
-        # Only the last stage has the loss, so a chain that takes it (reduce_on_plateau, a line search) must fail.
-        def update(updates: Any, state: Any, params: Any) -> tuple[Any, Any]:
-            with self.pipeline.exchanging(on_stages=True):
-                return self.tx.update(updates, state, params)
-
-        tx = optax.GradientTransformation(self.tx.init, cast(Any, update))
-        new, metrics = worker_step(gradients, tx, self.axis_name, _of_device(state), batch)
-        return _of_mesh(new), _over_stages(metrics)
-
-
-def _staged_specs(state: TrainState) -> TrainState:
-    """Returns the PartitionSpec of every leaf of a pipeline's state; see `state_specs`."""
-    staged = jax.tree.map(lambda spec: P(STAGE_AXIS, *spec), state_specs(state), is_leaf=lambda n: isinstance(n, P))
-    return staged._replace(step=P())
-
-
-def _gradients(
-    pipeline: Pipeline,
-    axis_name: AxisName,
-    step: jax.Array,
-    params: list[jax.Array],
-    model_state: dict[str, Any],
-    batch: Any,
-) -> Any:
-    """Runs the micro-batches forward and backward.
-
-    Returns:
-      ((loss, (scalars, new model state)), gradients) for this device's stage.
-    """
+def _gradients_of(pipeline: Pipeline, axis_name: AxisName) -> GradientsFn:
+    """Returns (params, model_state, batch) -> ((loss, (scalars, new model_state)), gradients) for a device's stage."""
     run = Schedule if pipeline.schedule == "gpipe" else OneForwardOneBackward
-    schedule = run(pipeline, axis_name, batch, seed=step)
-    totals, gradients = schedule.gradients(params, model_state["stages"])
-    gradients = _broken_together(gradients)
-    return (totals.loss, (totals.scalars, {"stages": totals.model_state})), gradients
+
+    def gradients(params: list[jax.Array], model_state: dict[str, Any], batch: Batch) -> Any:
+        schedule = run(pipeline, axis_name, batch.tree(), seed=batch.key)
+        totals, gradients = schedule.gradients(params, model_state["stages"])
+        return (totals.loss, (totals.scalars, {"stages": totals.model_state})), _broken_together(gradients)
+
+    return gradients
 
 
 def _of_stage(state: TrainState, function: Callable[[Any], Any]) -> TrainState:
@@ -232,17 +201,17 @@ def _of_stage(state: TrainState, function: Callable[[Any], Any]) -> TrainState:
     return TrainState(params, opt_state, state.step, model_state)
 
 
-def _of_device(state: TrainState) -> TrainState:
-    """Removes the dimension of stages, which is 1 on a device."""
-    return _of_stage(state, lambda leaf: leaf[0])
+def _at_stage(state: TrainState, stage: int) -> TrainState:
+    """Returns one stage's state, without the dimension of stages, which is 1 on a device."""
+    return _of_stage(state, lambda leaf: leaf[stage])
 
 
 def _of_mesh(state: TrainState) -> TrainState:
-    """Adds the dimension of stages; the inverse of `_of_device`."""
+    """Adds the dimension of stages; the inverse of `_at_stage`."""
     return _of_stage(state, lambda leaf: leaf[None])
 
 
-def _broken_together(gradients: Any) -> Any:
+def _broken_together(gradients: PyTree) -> Any:
     """Makes all gradients of a worker NaN if those of one stage are not finite, so that all stages skip."""
     broken = lax.psum((~is_finite_tree(gradients)).astype(jnp.int32), STAGE_AXIS) > 0
     return jax.tree.map(lambda leaf: jnp.where(broken, jnp.full_like(leaf, jnp.nan), leaf), gradients)
@@ -251,7 +220,7 @@ def _broken_together(gradients: Any) -> Any:
 def _over_stages(metrics: Any) -> Any:
     """Combines the scalars, and the exchange's metrics, of all stages: sums; 1 if a stage has skipped, or drained."""
 
-    def total(tree: Any) -> Any:
+    def total(tree: PyTree) -> Any:
         vector, unravel = ravel_pytree(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree))
         return unravel(lax.psum(vector, STAGE_AXIS))
 

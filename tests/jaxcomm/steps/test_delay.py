@@ -10,7 +10,7 @@ import pytest
 
 import jaxcomm as jc
 from jaxcomm.exchange import get_exchange
-from jaxcomm.steps import workers as step_module
+from jaxcomm.steps.overlap import HostOverlap
 from tests.jaxcomm.cases import FIRST
 from tests.jaxcomm.train_steps import KINDS, make_step
 
@@ -132,7 +132,7 @@ def test_programs_of_cpu_hosts(monkeypatch):
     for batch in data:
         one, expected = whole(one, batch)
         with monkeypatch.context() as patch:
-            patch.setattr(step_module, "needs_host_overlap", lambda *_: True)
+            patch.setattr(HostOverlap, "serves", lambda *_: True)
             two, metrics = overlap(two, batch)
         assert jax.tree.structure(one) == jax.tree.structure(two)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), one, two)
