@@ -4,7 +4,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jaxcomm.exchange import Exchange, Exchanged, ExchangeState, Gradient, trans
 from jaxcomm.kernels.numerics import is_finite_narrow
 from jaxcomm.kernels.scopes import DECODE, ENCODE
 from jaxcomm.kernels.vectors import split_vector
-from jaxcomm.layout import Layout, plan_layout
+from jaxcomm.layout import BLOCK, Layout, plan_layout
 from jaxcomm.types import ExchangeMetrics
 
 # A column of P, less its projection on the columns before it, is a rounding error and not a direction if it is shorter
@@ -42,6 +42,22 @@ class _Group:
     m: int
     members: tuple[int, ...]
     leaves: tuple[int, ...]
+
+
+class _Run(NamedTuple):
+    """Matrices of a stack that are next to each other in the flat vector, too: they are read and written as one.
+
+    Attributes:
+      group: the index of their group.
+      place: the first one's place in the stack.
+      member: its index among the compressed tensors.
+      matrices: how many they are.
+    """
+
+    group: int
+    place: int
+    member: int
+    matrices: int
 
 
 @dataclass(frozen=True)
@@ -115,8 +131,8 @@ class PowerSgd(Exchange):
             means, ok = dense_mean(dense, self.axis_name)
             return Exchanged(zeros_unless(ok, means), residual, ExchangeMetrics.of(ok, sent=0)), old_q
 
-        owed = layout.unflatten(residual[0])
-        x = _stack([tensor.astype(jnp.float32) + error for tensor, error in zip(inside, owed, strict=True)], groups)
+        runs = _runs(layout, groups)
+        x = _accumulated(inside, residual[0], layout, groups, runs)
         with jax.named_scope(ENCODE):
             p = [_matmul("bnm,bmr->bnr", *pair) for pair in zip(x, _by_rows(_unit_columns, old_q), strict=True)]
         # A number out of range may be multiplied by zero and not show in P. A NaN in P tells all workers, by the sum.
@@ -135,7 +151,7 @@ class PowerSgd(Exchange):
         means = layout.as_leaves(means)
         ok = p_ok & q_ok & in_range & is_finite_narrow(means)
 
-        errors = _unstack([a - b for a, b in zip(x, result, strict=True)], groups)
+        errors = _in_runs([a - b for a, b in zip(x, result, strict=True)], groups, runs)
         new_residual = jnp.where(ok, layout.flatten(errors)[None], residual)
         metrics = ExchangeMetrics.of(ok, sent=axis_size(self.axis_name) * (p_mean.size + q_mean.size))
         out = Exchanged(zeros_unless(ok, layout.join(means, dense)), new_residual, metrics)
@@ -184,13 +200,44 @@ def _check_q(q: Sequence[jax.Array], groups: Sequence[_Group], rank: int) -> Non
         )
 
 
-def _stack(tensors: Sequence[jax.Array], groups: Sequence[_Group]) -> list[jax.Array]:
-    """Stacks every group's tensors: (matrices, n, m) each."""
-    return [jnp.stack([tensors[place].reshape(group.n, group.m) for place in group.members]) for group in groups]
+def _runs(layout: Layout, groups: Sequence[_Group]) -> list[_Run]:
+    """Returns the runs of all groups, in the order of the flat vector."""
+    runs = list[_Run]()
+    for index, group in enumerate(groups):
+        for place, member in enumerate(group.members):
+            is_next = place > 0 and group.members[place - 1] == member - 1 and group.n * group.m % BLOCK == 0
+            last = runs.pop() if is_next else _Run(index, place, member, 0)
+            runs.append(last._replace(matrices=last.matrices + 1))
+    return sorted(runs, key=lambda run: run.member)
+
+
+def _accumulated(
+    tensors: Sequence[jax.Array], residual: jax.Array, layout: Layout, groups: Sequence[_Group], runs: Sequence[_Run]
+) -> list[jax.Array]:
+    """Returns every group's tensors + residual (n,), as stacks: (matrices, n, m) each."""
+    shapes = [(run.matrices, groups[run.group].n, groups[run.group].m) for run in runs]
+    owed = split_vector(residual, shapes, [layout.starts[run.member] for run in runs])
+    parts: list[list[jax.Array]] = [[] for _ in groups]
+    for run, shape, error in zip(runs, shapes, owed, strict=True):
+        matrices = [tensor.reshape(1, *shape[1:]) for tensor in tensors[run.member : run.member + run.matrices]]
+        parts[run.group].append(jnp.concatenate(matrices).astype(jnp.float32) + error)
+    return [jnp.concatenate(stack) for stack in parts]
+
+
+def _in_runs(stacks: Sequence[jax.Array], groups: Sequence[_Group], runs: Sequence[_Run]) -> list[jax.Array]:
+    """Cuts stacks into the vectors of the runs."""
+    vectors = dict[_Run, jax.Array]()
+    for index, (stack, group) in enumerate(zip(stacks, groups, strict=True)):
+        members, size = [run for run in runs if run.group == index], group.n * group.m
+        parts = split_vector(
+            stack.reshape(-1), [(run.matrices * size,) for run in members], [run.place * size for run in members]
+        )
+        vectors |= zip(members, parts, strict=True)
+    return [vectors[run] for run in runs]
 
 
 def _unstack(stacks: Sequence[jax.Array], groups: Sequence[_Group]) -> list[jax.Array]:
-    """Puts the matrices of all stacks into the order of the compressed tensors; the inverse of `_stack`."""
+    """Puts the matrices of all stacks into the order of the compressed tensors."""
     matrices = {}
     for stack, group in zip(stacks, groups, strict=True):
         count, size = len(group.members), group.n * group.m

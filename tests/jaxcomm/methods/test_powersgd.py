@@ -36,13 +36,25 @@ trees.TREES["matrices"] = {
     "i": (2, 300),
     "s": (),
 }
+# Of 1,024 elements or a multiple: "a" and "b" are next to each other in the vector and in their stack, "e" and "g" too.
+trees.TREES["blocks"] = {
+    "a": (32, 32),
+    "b": (32, 32),
+    "c": (16, 64),
+    "d": (32, 64),
+    "e": (32, 32),
+    "f": (3,),
+    "g": (8, 4, 32),
+}
 trees.TREES["halves"] = {"a": (40, 30), "b": (40, 30), "c": (9,)}
 trees.TREES["vectors"] = {"b": (700,), "s": (), "w": (2, 300)}
 trees.TREES["matrix"] = {"w": (64, 48)}
 trees.DTYPES |= {("halves", "a"): np.float16, ("halves", "b"): ml_dtypes.bfloat16, ("halves", "c"): np.float16}
 
 COMPRESSED = {"matrices": ["a", "c", "d", "f", "g"], "halves": ["a", "b"], "vectors": [], "matrix": ["w"]}
+COMPRESSED["blocks"] = ["a", "b", "c", "d", "e", "g"]
 GROUPS = {"matrices": [["a", "d", "f"], ["c"], ["g"]], "halves": [["a", "b"]], "vectors": [], "matrix": [["w"]]}
+GROUPS["blocks"] = [["a", "b", "e", "g"], ["c"], ["d"]]
 
 
 def make(rank=RANK, **options):
@@ -319,7 +331,7 @@ def test_first_factors(seed):
     assert not any(np.any(qs[name] == second[name]) for name in qs)
 
 
-@pytest.mark.parametrize(("K", "tree"), [(1, "matrices"), (3, "matrices"), (2, "halves")])
+@pytest.mark.parametrize(("K", "tree"), [(1, "matrices"), (3, "matrices"), (2, "halves"), (2, "blocks")])
 def test_the_oracle(K, tree):
     """A dozen steps with skips; gradients of full rank and usual scale, for which the paper's lines suffice."""
     names = sorted(trees.TREES[tree])
