@@ -165,7 +165,7 @@ def claims(capsys):
     return [line.rpartition(". That ")[2].partition(":")[0] for line in lines]
 
 
-def test_both_thresholds_are_compared_at_the_ratio_of_the_fixed_one(outcome, capsys):
+def test_thresholds_at_one_ratio(outcome, capsys):
     """Layer-wise is 2 and 3 points above fixed: 2.5, with a standard error of 0.5."""
     iwp.one_ratio(Config(seeds=2), Records(None))
     ((fixed, layerwise, *rows_50), *surplus), calls = outcome
@@ -185,7 +185,7 @@ def test_both_thresholds_are_compared_at_the_ratio_of_the_fixed_one(outcome, cap
     assert claims(capsys) == ["holds here"] * 2
 
 
-def test_resnet_101_has_all_its_layers_and_the_threshold_of_resnet_50(outcome, capsys):
+def test_resnet_101(outcome, capsys):
     iwp.resnet_101(Config(seeds=2), Records(None))
     ((dense, sparse),), calls = outcome
     experiment, method, _ = calls[-1]
@@ -203,7 +203,7 @@ def run_of_counts(accuracy, *counts):
     return {"accuracy": accuracy, "steps": 100, "changes": 50, "tensors": tensors}
 
 
-def test_the_staleness_of_parameters_is_in_percent_of_all(outcome, monkeypatch, capsys):
+def test_staleness_in_percent(outcome, monkeypatch, capsys):
     """Of 10 parameters 6 change once in 100 to 300 steps; with masks for 100 steps the accuracy is 40 points lower."""
     accuracies = {None: 90.0, 1: 80.0, 100: 40.0, 300: 79.0}
     spans = []
@@ -223,7 +223,7 @@ def test_the_staleness_of_parameters_is_in_percent_of_all(outcome, monkeypatch, 
     assert claims(capsys) == ["holds here"] * 3
 
 
-def test_changes_are_counted_after_the_warm_up(monkeypatch):
+def test_changes_after_the_warm_up(monkeypatch):
     """Steps 3 to 8 count. Parameters change in all of them, in 1, in none; a change in 3 steps is one in 100 at 2."""
     monkeypatch.setattr(importance, "WAITS", (6, 3))  # less than once in 6, in 3 steps
     paths = np.cumsum([[1, 1, 1, 0], [1, 1, 1, 1], *[[1, 0, 0, 0]] * 4, [1, 0, 0, 1], [1, 1, 0, 1]], axis=0)
@@ -242,7 +242,7 @@ def test_changes_are_counted_after_the_warm_up(monkeypatch):
     assert record["tensors"] == [{"name": "w", "n": 4, "counts": [1, 0, 1, 2]}]
 
 
-def test_what_has_waited_is_discounted_in_the_first_step_of_a_mask_alone():
+def test_discount_of_a_fresh_mask():
     """Masks of 2 steps after 1 of warm-up: steps 2 and 4 begin one, of which the factor is a quarter."""
     tree = {"w": np.arange(1.0, 1025.0, dtype=np.float32)}  # a whole block, without padding
     options = {"alpha": 1e-4, "density": 1.0, "dense_below": 0, "life_span": 2, "warmup_steps": 1, "momentum": 0.0}

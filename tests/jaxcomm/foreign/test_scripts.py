@@ -67,32 +67,32 @@ def count_rows(others, params, batch):
 COUNTS = {"seen": jnp.zeros((), jnp.int32), "steps": jnp.zeros((), jnp.int32)}
 
 
-def test_a_count_of_rows_by_their_shape_is_refused_with_a_remedy():
+def test_a_count_by_shape_is_refused():
     with pytest.raises(ValueError, match=r"got '1/seen' int32\[\] \(state\).*sum='seen'"):
         trained(DENSE, COUNTS, count_rows, on_workers())
 
 
-def test_a_count_of_rows_by_their_shape_is_that_of_all_workers():
+def test_a_count_by_shape():
     """The count of steps, which the pattern finds too, goes on as on one device."""
     alone = trained(optax.sgd(0.1), COUNTS, count_rows)
     assert trained(DENSE, COUNTS, count_rows, on_workers(sum="seen|steps")) == alone == {"seen": 32, "steps": 2}
 
 
-def test_a_count_that_the_step_sums_by_itself_is_left_alone():
+def test_a_count_that_the_step_sums():
     def count(others, params, batch):
         return {"seen": others["seen"] + jax.lax.psum(batch["x"].shape[0], "data")}
 
     assert trained(DENSE, {"seen": 0}, count, on_workers())["seen"] == 32
 
 
-def test_a_number_of_a_program_that_is_a_number_of_rows_by_chance_is_none():
+def test_a_number_equal_to_the_rows():
     def cycle(others, params, batch):
         return {"turn": (others["turn"] + 1) % (ROWS // K)}
 
     assert trained(DENSE, {"turn": jnp.zeros((), jnp.int32)}, cycle, on_workers(), count=3)["turn"] == 3
 
 
-def test_right_answers_and_their_number_are_summed_alike():
+def test_right_answers_and_their_number():
     def score(others, params, batch):
         del others
         return {"right": (logits_of(params, batch).argmax(-1) == batch["y"]).sum(), "rows": len(batch["y"])}
@@ -101,7 +101,7 @@ def test_right_answers_and_their_number_are_summed_alike():
     assert trained(DENSE, {}, score, on_workers(sum="right|rows")) == alone
 
 
-def test_a_bare_count_goes_on_from_its_old_value():
+def test_a_bare_count():
     def step(right, params, batch):
         return right + (logits_of(params, batch).argmax(-1) == batch["y"]).sum()
 
@@ -110,7 +110,7 @@ def test_a_bare_count_goes_on_from_its_old_value():
 
 
 @pytest.mark.parametrize("pattern", ["mean", "sum"])
-def test_metrics_of_nnx_are_those_of_all_rows(pattern):
+def test_metrics_of_nnx(pattern):
     def run(tx, wrap):
         model = nnx.Linear(40, 30, rngs=nnx.Rngs(0))
         optimizer, metrics = nnx.Optimizer(model, tx, wrt=nnx.Param), nnx.metrics.Accuracy()
@@ -134,7 +134,7 @@ def test_metrics_of_nnx_are_those_of_all_rows(pattern):
 
 
 @pytest.mark.parametrize("is_gathered", [False, True], ids=["own values", "all values"])
-def test_a_spread_of_nnx_has_the_values_of_all_workers(is_gathered):
+def test_a_spread_of_nnx(is_gathered):
     def run(tx, wrap, gather):
         model = nnx.Linear(40, 30, rngs=nnx.Rngs(0))
         optimizer, metric = nnx.Optimizer(model, tx, wrt=nnx.Param), nnx.metrics.Welford()
@@ -168,7 +168,7 @@ METHODS = [jc.plump_dp(), jc.topk(0.9), jc.quant_dp(8), jc.powersgd(2), jc.sign(
 
 
 @pytest.mark.parametrize("exchange", METHODS, ids=[tx.method.name for tx in METHODS])
-def test_members_of_an_ensemble_are_trained_as_each_alone(exchange):
+def test_members_of_an_ensemble(exchange):
     """An optimizer under `jax.vmap`: members are no workers, and each has rows of its own."""
     tx, mesh = jc.chain(exchange, optax.adam(1e-2)), jc.make_mesh(data=K)
 
@@ -208,7 +208,7 @@ def checked_step(state, batch):
 
 
 @pytest.mark.parametrize("is_around", [True, False], ids=["around", "inside"])
-def test_an_error_of_checkify_on_one_worker_is_reported(is_around):
+def test_an_error_of_checkify(is_around):
     mesh = jc.make_mesh(data=K)
     inside = jc.data_parallel(checkify.checkify(checked_step), mesh, max="ErrorEffect")
     step = checkify.checkify(jc.data_parallel(checked_step, mesh)) if is_around else inside
@@ -220,7 +220,7 @@ def test_an_error_of_checkify_on_one_worker_is_reported(is_around):
     assert "rows must be finite" in error.get()
 
 
-def test_the_pattern_for_an_error_of_checkify_is_a_word():
+def test_the_pattern_of_checkify():
     step = jc.data_parallel(checkify.checkify(checked_step), jc.make_mesh(data=K))
     with pytest.raises(ValueError, match="max='ErrorEffect'"):
         step((params_of(0), DENSE.init(params_of(0))), batch_of(0))
@@ -248,7 +248,7 @@ def test_a_state_with_where_is_pickled(case):
 
 
 @pytest.mark.parametrize("options", [{"accumulate": 2}, {"delay": 1}], ids=["accumulate", "delay"])
-def test_a_map_over_what_has_the_shape_of_parameters_finds_the_moments_alone(options):
+def test_a_map_finds_the_moments(options):
     tx = jc.chain(jc.topk(0.9), optax.adam(1e-2), **options)
     state = tx.init(params_of(0))
     mapped = optax.tree_map_params(tx, lambda leaf: leaf + 5, state)
