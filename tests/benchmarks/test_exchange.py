@@ -55,8 +55,8 @@ def test_timed_steps_are_usual():
 def test_medians_and_ratios():
     def row(method, ms):
         spread = {"ms_median": ms, "ms_min": ms - 1, "ms_max": ms + 1}
-        others = {"bytes_kernel": None, "bytes_compiled": 8.0, "compile_s": 1.0, "ms_refresh": None}
-        return {"method": method, "rate": "none", **spread, **others}
+        fields = {"bytes_kernel": None, "bytes_compiled": 8.0, "compile_s": 1.0, "ms_refresh": None}
+        return {"method": method, "rate": "none", **spread, **fields}
 
     rounds = [[row("plump_dp", ms), row("topk", ms / ratio)] for ms, ratio in ((90, 2), (300, 3), (120, 6))]
     dense, topk = summary(rounds)

@@ -30,7 +30,7 @@ def columns(count):
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory):
+def data_dir(tmp_path_factory):
     root = tmp_path_factory.mktemp("rows")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rows, "SHARD", 2)
@@ -42,10 +42,10 @@ def open_train(root):
     return SAMPLE.open("train", root, TYPES)
 
 
-def test_any_order(written):
-    split, expected = open_train(written), columns(N)
+def test_any_order(data_dir):
+    split, expected = open_train(data_dir), columns(N)
     assert len(split) == N
-    assert len(list((written / FOLDER).glob("sample-train*"))) == 3
+    assert len(list((data_dir / FOLDER).glob("sample-train*"))) == 3
     for numbers in (np.array([N - 1, 511, 512, 0, 511]), np.random.default_rng(0).permutation(N)):
         read = split.read(numbers, None)
         assert read.keys() == TYPES.keys()
@@ -53,20 +53,20 @@ def test_any_order(written):
             assert read[name].dtype == TYPES[name][1]
             np.testing.assert_array_equal(read[name], expected[name][numbers])
         assert [text.decode() for text in read["text"]] == expected["text"][numbers].tolist()
-    assert len(SAMPLE.open("test", written, TYPES)) == 5
-    assert (SAMPLE.info(written), split.identity) == (INFO, IDENTITY)
+    assert len(SAMPLE.open("test", data_dir, TYPES)) == 5
+    assert (SAMPLE.info(data_dir), split.identity) == (INFO, IDENTITY)
 
 
-def test_readers_of_tfds(written):
-    builder = tfds.builder("sample/small", data_dir=written)
+def test_readers_of_tfds(data_dir):
+    builder = tfds.builder("sample/small", data_dir=data_dir)
     source = builder.as_data_source("train")
     assert [len(block["id"]) for block in source] == [512] * 4 + [52]
     np.testing.assert_array_equal(source[1]["x"], columns(N)["x"][512:1024])
     assert builder.info.metadata["made"] == 1
 
 
-def test_a_block_is_decoded_once(written, monkeypatch):
-    split, decoded = open_train(written), []
+def test_a_block_is_decoded_once(data_dir, monkeypatch):
+    split, decoded = open_train(data_dir), []
     blocks = split._blocks
     monkeypatch.setattr(split, "_blocks", type("", (), {"__getitem__": lambda _, n: decoded.append(n) or blocks[n]})())
     for _ in range(2):
@@ -82,16 +82,16 @@ def cut(path, size):
 @pytest.mark.parametrize(
     "change", [lambda path: cut(path, -100), lambda path: cut(path, 0), lambda path: path.write_bytes(bytes(1 << 17))]
 )
-def test_a_short_file(written, tmp_path, number, change):
-    shutil.copytree(written, tmp_path, dirs_exist_ok=True)
+def test_a_short_file(data_dir, tmp_path, number, change):
+    shutil.copytree(data_dir, tmp_path, dirs_exist_ok=True)
     change(tmp_path / FOLDER / f"sample-train.array_record-0000{number}")
     message = f"block {2 * number} of train in {tmp_path / FOLDER}, which is not: .*. Copy the folder again"
     with pytest.raises(ValueError, match=message):
         open_train(tmp_path)
 
 
-def test_a_damaged_block(written, tmp_path):
-    shutil.copytree(written, tmp_path, dirs_exist_ok=True)
+def test_a_damaged_block(data_dir, tmp_path):
+    shutil.copytree(data_dir, tmp_path, dirs_exist_ok=True)
     path = tmp_path / FOLDER / "sample-train.array_record-00000"
     content = bytearray(path.read_bytes())
     content[14_000] ^= 255  # in the second block: one has 8 KB of random numbers
@@ -102,8 +102,8 @@ def test_a_damaged_block(written, tmp_path):
         split.read(np.array([600]), None)
 
 
-def test_a_missing_file(written, tmp_path):
-    shutil.copytree(written, tmp_path, dirs_exist_ok=True)
+def test_a_missing_file(data_dir, tmp_path):
+    shutil.copytree(data_dir, tmp_path, dirs_exist_ok=True)
     path = tmp_path / FOLDER / "sample-train.array_record-00001"
     path.unlink()
     with pytest.raises(FileNotFoundError, match=f"1 of the train split missing, such as {path}. Copy them again"):
@@ -111,8 +111,8 @@ def test_a_missing_file(written, tmp_path):
 
 
 @pytest.mark.parametrize("num_rows", [N - 1, N + 1, 52, 3000])
-def test_another_number_of_rows(written, num_rows):
-    refused(lambda: RowSplit(written / FOLDER, "train", num_rows, TYPES, {}), "Rows", "got block")
+def test_another_number_of_rows(data_dir, num_rows):
+    refused(lambda: RowSplit(data_dir / FOLDER, "train", num_rows, TYPES, {}), "Rows", "got block")
 
 
 @pytest.mark.parametrize(
@@ -125,8 +125,8 @@ def test_another_number_of_rows(written, num_rows):
         ("metadata.json", '{"name": "sample"}'),
     ],
 )
-def test_a_partial_folder(written, tmp_path, name, content):
-    shutil.copytree(written, tmp_path, dirs_exist_ok=True)
+def test_a_partial_folder(data_dir, tmp_path, name, content):
+    shutil.copytree(data_dir, tmp_path, dirs_exist_ok=True)
     path = tmp_path / FOLDER / name
     path.unlink() if content is None else path.write_text(content)
     with pytest.raises(ValueError, match=f"{path.parent} must hold a dataset as it was prepared; got .*. Copy it"):
@@ -134,16 +134,16 @@ def test_a_partial_folder(written, tmp_path, name, content):
 
 
 @pytest.mark.parametrize(("name", "value"), [("num_train", "many"), ("table_sizes", -1), ("num_dense", None)])
-def test_edited_metadata(written, tmp_path, name, value):
-    shutil.copytree(written, tmp_path, dirs_exist_ok=True)
+def test_edited_metadata(data_dir, tmp_path, name, value):
+    shutil.copytree(data_dir, tmp_path, dirs_exist_ok=True)
     path = tmp_path / FOLDER / "metadata.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
     with pytest.raises(ValueError, match=f"{path.parent} must hold a dataset as it was prepared; got .*. Copy it"):
         SAMPLE.open("train", tmp_path)
 
 
-def test_old_folders(written, tmp_path):
-    shutil.copytree(written, tmp_path, dirs_exist_ok=True)
+def test_old_folders(data_dir, tmp_path):
+    shutil.copytree(data_dir, tmp_path, dirs_exist_ok=True)
     path = tmp_path / FOLDER / "metadata.json"
     facts = json.loads(path.read_text())
     assert facts.pop("num_dense") == 13

@@ -36,20 +36,20 @@ def loss_of(params, batch):
     return losses_of(params, batch).mean()
 
 
-def trained(tx, others, step, wrap=jax.jit, count=2):
+def trained(tx, statistics, step, wrap=jax.jit, count=2):
     """Takes steps (state, others, batch) -> (state, others), without and with an exchange; returns the last outputs."""
     state = params_of(0), tx.init(params_of(0))
 
-    def whole(state, others, batch):
+    def whole(state, statistics, batch):
         params, opt_state = state
         gradients = jax.grad(loss_of)(params, batch)
         updates, opt_state = tx.update(gradients, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), step(others, params, batch)
+        return (optax.apply_updates(params, updates), opt_state), step(statistics, params, batch)
 
-    wrapped = wrap(whole)
+    parallel = wrap(whole)
     for number in range(count):
-        state, others = wrapped(state, others, batch_of(number))
-    return others
+        state, statistics = parallel(state, statistics, batch_of(number))
+    return statistics
 
 
 def on_workers(**options):
@@ -59,9 +59,9 @@ def on_workers(**options):
 DENSE = jc.chain(jc.plump_dp(), optax.sgd(0.1))
 
 
-def count_rows(others, params, batch):
+def count_rows(statistics, params, batch):
     del params
-    return {"seen": others["seen"] + batch["x"].shape[0], "steps": others["steps"] + 1}
+    return {"seen": statistics["seen"] + batch["x"].shape[0], "steps": statistics["steps"] + 1}
 
 
 COUNTS = {"seen": jnp.zeros((), jnp.int32), "steps": jnp.zeros((), jnp.int32)}
@@ -74,39 +74,39 @@ def test_a_count_by_shape_is_refused():
 
 def test_a_count_by_shape():
     """The count of steps, which the pattern finds too, goes on as on one device."""
-    alone = trained(optax.sgd(0.1), COUNTS, count_rows)
-    assert trained(DENSE, COUNTS, count_rows, on_workers(sum="seen|steps")) == alone == {"seen": 32, "steps": 2}
+    reference = trained(optax.sgd(0.1), COUNTS, count_rows)
+    assert trained(DENSE, COUNTS, count_rows, on_workers(sum="seen|steps")) == reference == {"seen": 32, "steps": 2}
 
 
 def test_a_count_that_the_step_sums():
-    def count(others, params, batch):
-        return {"seen": others["seen"] + jax.lax.psum(batch["x"].shape[0], "data")}
+    def count(statistics, params, batch):
+        return {"seen": statistics["seen"] + jax.lax.psum(batch["x"].shape[0], "data")}
 
     assert trained(DENSE, {"seen": 0}, count, on_workers())["seen"] == 32
 
 
 def test_a_number_equal_to_the_rows():
-    def cycle(others, params, batch):
-        return {"turn": (others["turn"] + 1) % (ROWS // K)}
+    def cycle(statistics, params, batch):
+        return {"turn": (statistics["turn"] + 1) % (ROWS // K)}
 
     assert trained(DENSE, {"turn": jnp.zeros((), jnp.int32)}, cycle, on_workers(), count=3)["turn"] == 3
 
 
 def test_right_answers_and_their_number():
-    def score(others, params, batch):
-        del others
+    def score(statistics, params, batch):
+        del statistics
         return {"right": (logits_of(params, batch).argmax(-1) == batch["y"]).sum(), "rows": len(batch["y"])}
 
-    alone = trained(optax.sgd(0.1), {}, score)
-    assert trained(DENSE, {}, score, on_workers(sum="right|rows")) == alone
+    reference = trained(optax.sgd(0.1), {}, score)
+    assert trained(DENSE, {}, score, on_workers(sum="right|rows")) == reference
 
 
 def test_a_bare_count():
     def step(right, params, batch):
         return right + (logits_of(params, batch).argmax(-1) == batch["y"]).sum()
 
-    alone = trained(optax.sgd(0.1), jnp.int32(5), step)
-    assert trained(DENSE, jnp.int32(5), step, on_workers(sum="^1$")) == alone
+    reference = trained(optax.sgd(0.1), jnp.int32(5), step)
+    assert trained(DENSE, jnp.int32(5), step, on_workers(sum="^1$")) == reference
 
 
 @pytest.mark.parametrize("pattern", ["mean", "sum"])
@@ -124,13 +124,13 @@ def test_metrics_of_nnx(pattern):
             metrics.update(logits=logits, labels=batch["y"])
             optimizer.update(model, gradients)
 
-        wrapped = wrap(step)
+        parallel = wrap(step)
         for number in range(2):
-            wrapped(model, optimizer, metrics, batch_of(number))
+            parallel(model, optimizer, metrics, batch_of(number))
         return metrics.compute()
 
-    together = run(DENSE, lambda step: jc.data_parallel(step, jc.make_mesh(data=K), batch=3, **{pattern: "Metric"}))
-    np.testing.assert_allclose(together, run(optax.sgd(0.1), nnx.jit), rtol=1e-6)
+    result = run(DENSE, lambda step: jc.data_parallel(step, jc.make_mesh(data=K), batch=3, **{pattern: "Metric"}))
+    np.testing.assert_allclose(result, run(optax.sgd(0.1), nnx.jit), rtol=1e-6)
 
 
 @pytest.mark.parametrize("is_gathered", [False, True], ids=["own values", "all values"])
@@ -148,17 +148,17 @@ def test_a_spread_of_nnx(is_gathered):
             metric.update(values=gather(losses))
             optimizer.update(model, gradients)
 
-        wrapped = wrap(step)
+        parallel = wrap(step)
         for number in range(2):
-            wrapped(model, optimizer, metric, batch_of(number))
+            parallel(model, optimizer, metric, batch_of(number))
         return metric.compute().standard_deviation
 
     def together(gather, **options):
         return run(DENSE, lambda step: jc.data_parallel(step, jc.make_mesh(data=K), batch=3, **options), gather)
 
     if is_gathered:
-        alone = run(optax.sgd(0.1), nnx.jit, lambda losses: losses)
-        np.testing.assert_allclose(together(lambda x: jax.lax.all_gather(x, "data", tiled=True)), alone, rtol=1e-5)
+        reference = run(optax.sgd(0.1), nnx.jit, lambda losses: losses)
+        np.testing.assert_allclose(together(lambda x: jax.lax.all_gather(x, "data", tiled=True)), reference, rtol=1e-5)
     else:
         with pytest.raises(ValueError, match=r"squares of distances.*all_gather"):
             together(lambda losses: losses, mean="Metric")
@@ -180,9 +180,9 @@ def test_members_of_an_ensemble(exchange):
             updates, opt_state = tx.update(jax.grad(loss_of)(params, batch), opt_state, params)
             return optax.apply_updates(params, updates), opt_state
 
-        wrapped, state = jc.data_parallel(step, mesh), (params, tx.init(params))
+        parallel, state = jc.data_parallel(step, mesh), (params, tx.init(params))
         for number in range(2):
-            state = wrapped(state, batch_of(number))
+            state = parallel(state, batch_of(number))
         return state[0]
 
     def step(state, batch):
@@ -192,9 +192,9 @@ def test_members_of_an_ensemble(exchange):
         return optax.apply_updates(params, updates), opt_state
 
     params = jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(params_of, range(3)))
-    wrapped, state = jc.data_parallel(step, mesh, check_every=1), (params, jax.vmap(tx.init)(params))
+    parallel, state = jc.data_parallel(step, mesh, check_every=1), (params, jax.vmap(tx.init)(params))
     for number in range(2):
-        state = wrapped(state, batch_of(number))
+        state = parallel(state, batch_of(number))
     for seed in range(3):
         for name, leaf in alone(seed).items():
             np.testing.assert_allclose(state[0][name][seed], leaf, rtol=1e-5, atol=1e-5)
@@ -236,15 +236,15 @@ WITH_OTHERS = {
 def test_a_state_with_where_is_pickled(case):
     tx = jc.chain(WITH_OTHERS[case](), optax.adam(1e-2))
     state = tx.init(params_of(0))
-    again = pickle.loads(pickle.dumps(state))
-    np.testing.assert_array_equal(again[0].residual.rows, state[0].residual.rows)
-    assert again[0].method == state[0].method
+    copy = pickle.loads(pickle.dumps(state))
+    np.testing.assert_array_equal(copy[0].residual.rows, state[0].residual.rows)
+    assert copy[0].method == state[0].method
 
     step = jc.data_parallel(lambda s, b: tx.update(jax.grad(loss_of)(s[0], b), s[1], s[0])[0], jc.make_mesh(data=K))
-    ours, theirs = (step((params_of(0), item), batch_of(0)) for item in (state, again))
-    np.testing.assert_array_equal(ours["w"], theirs["w"])
-    np.testing.assert_array_equal(ours["b"], theirs["b"])
-    assert theirs["b"].any() == (case == "a second exchange")
+    result, expected = (step((params_of(0), item), batch_of(0)) for item in (state, copy))
+    np.testing.assert_array_equal(result["w"], expected["w"])
+    np.testing.assert_array_equal(result["b"], expected["b"])
+    assert expected["b"].any() == (case == "a second exchange")
 
 
 @pytest.mark.parametrize("options", [{"accumulate": 2}, {"delay": 1}], ids=["accumulate", "delay"])
@@ -252,13 +252,13 @@ def test_a_map_finds_the_moments(options):
     tx = jc.chain(jc.topk(0.9), optax.adam(1e-2), **options)
     state = tx.init(params_of(0))
     mapped = optax.tree_map_params(tx, lambda leaf: leaf + 5, state)
-    changed = {
+    change = {
         jax.tree_util.keystr(path)
         for (path, old), new in zip(jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(mapped), strict=True)
         if (np.asarray(old) != np.asarray(new)).any()
     }
-    assert len(changed) == 4
-    assert all(".mu" in path or ".nu" in path for path in changed)
+    assert len(change) == 4
+    assert all(".mu" in path or ".nu" in path for path in change)
 
 
 def test_a_tree_without_leaves_is_named():

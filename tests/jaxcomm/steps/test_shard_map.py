@@ -35,12 +35,12 @@ def trees():
 
 def on_device(tree):
     mean = lax.pmean(sum(row.sum() for row in tree["rows"]), "data")
-    changed = jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x * 2 + 1, tree)
-    return changed, {"mean": mean, "shards": [shard + mean for shard in tree["shards"]]}
+    variant = jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x * 2 + 1, tree)
+    return variant, {"mean": mean, "shards": [shard + mean for shard in tree["shards"]]}
 
 
 @pytest.fixture
-def both():
+def pair():
     """Returns arrays, and `on_device` by `shard_map` and by `jax.shard_map`."""
     arrays, specs = trees()
     options = {
@@ -51,16 +51,16 @@ def both():
     return arrays, jax.jit(shard_map(on_device, **options)), jax.jit(jax.shard_map(on_device, **options))
 
 
-def test_results_are_those_of_jax_shard_map(both):
-    arrays, few, many = both
+def test_results_are_those_of_jax_shard_map(pair):
+    arrays, few, many = pair
     out, expected = few(arrays), many(arrays)
     assert jax.tree.structure(out) == jax.tree.structure(expected)
-    for leaf, other in zip(jax.tree.leaves(out), jax.tree.leaves(expected), strict=True):
-        assert jax.typeof(leaf) == jax.typeof(other)
-        assert leaf.sharding == other.sharding
+    for leaf, expected_leaf in zip(jax.tree.leaves(out), jax.tree.leaves(expected), strict=True):
+        assert jax.typeof(leaf) == jax.typeof(expected_leaf)
+        assert leaf.sharding == expected_leaf.sharding
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            leaf, other = jax.random.key_data(leaf), jax.random.key_data(other)
-        np.testing.assert_array_equal(leaf, other)
+            leaf, expected_leaf = jax.random.key_data(leaf), jax.random.key_data(expected_leaf)
+        np.testing.assert_array_equal(leaf, expected_leaf)
 
 
 def opcodes(text):
@@ -72,8 +72,8 @@ def count_arguments(text):
     return len(re.findall(r"%(?:arg)?\d", re.search(r"manual_computation\((.*?)\)", text)[1]))
 
 
-def test_the_compiled_program_is_that_of_jax_shard_map(both):
-    arrays, few, many = (both[0], *(step.lower(both[0]) for step in both[1:]))
+def test_the_compiled_program_is_that_of_jax_shard_map(pair):
+    arrays, few, many = (pair[0], *(step.lower(pair[0]) for step in pair[1:]))
     arguments = [count_arguments(step.as_text()) for step in (few, many)]
     assert arguments == [5 + 2 * COUNT + 1, len(jax.tree.leaves(arrays))]  # scalars, keys and what is empty alone
     assert opcodes(few.compile().as_text()) == opcodes(many.compile().as_text())
