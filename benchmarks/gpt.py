@@ -30,7 +30,7 @@ import numpy as np
 
 from benchmarks import harness
 from benchmarks.harness import Control
-from benchmarks.papers.report import Difference, Lines, draw
+from benchmarks.papers.report import Difference, Lines, columns, draw
 from configs import CONFIGS
 from configs.experiment import Architecture, BoundaryFields, Experiment
 from configs.methods import DctDp, Demo, LocalSgd, Method, PlumpDp, PowerSgd, SparseLoco, TopK
@@ -39,7 +39,7 @@ from train.job import make_job
 from train.processes import prepare_jax
 from train.records import Record, Records
 from train.seeds import settings_of, train_seeds
-from train.tables import print_table, stdev
+from train.tables import print_table
 
 METHODS: dict[str, Method] = {
     "dense": PlumpDp(),
@@ -179,10 +179,7 @@ def train_methods(config: Config, records: Records) -> None:
         rows.append(
             {
                 "method": name,
-                "loss": statistics.fmean(losses),
-                "stdev": stdev(losses),
-                "minus_dense": gain.mean,
-                "standard_error": gain.error,
+                **columns("loss", losses, gain, "minus_dense"),
                 "bits_per_byte": statistics.fmean(run["scores"]["bits_per_byte"] for run in method_runs),
                 "bytes_per_step": bytes_per_step,
                 "fewer_than_dense": method_runs[0]["dense_bytes"] / bytes_per_step if bytes_per_step else None,

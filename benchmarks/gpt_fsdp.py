@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
 from benchmarks import gpt, harness
-from benchmarks.papers.report import Difference
+from benchmarks.papers.report import Difference, columns
 from configs.experiment import Experiment
 from configs.methods import PlumpDp
 from jaxcomm.accounting.hlo import read_program
@@ -36,7 +36,7 @@ from train.methods import make_optimizer
 from train.processes import prepare_jax
 from train.records import Record, Records
 from train.seeds import settings_of
-from train.tables import print_table, stdev
+from train.tables import print_table
 
 BITS = (32, 8, 4)
 
@@ -71,10 +71,7 @@ def main(config: Config) -> None:
         rows.append(
             {
                 "bits": bits,
-                "loss": statistics.fmean(losses),
-                "stdev": stdev(losses),
-                "minus_32_bits": gain.mean,
-                "standard_error": gain.error,
+                **columns("loss", losses, gain, "minus_32_bits"),
                 "bits_per_byte": statistics.fmean(run["bits_per_byte"] for run in runs_of_bits),
                 "bytes_per_step": runs_of_bits[0]["bytes_per_step"],
                 "fewer_than_32_bits": dense[0]["bytes_per_step"] / runs_of_bits[0]["bytes_per_step"],

@@ -26,16 +26,13 @@ _JSON = "docs/data/papers.json"
 class Config:
     """Make the tables and figures of all papers, one process per paper, one after another."""
 
-    all: bool = False
-    """Make them; otherwise their commands are listed."""
-    smoke: bool = False
-    """Make them at their smallest size; figures are not kept."""
+    all: bool = False  # Make them; otherwise their commands are listed.
+    smoke: bool = False  # Make them at their smallest size; figures are not kept.
     only: Literal["all", "timed", "untimed"] = "all"
     """Only those that time something on hosts and need a quiet machine, or only the others."""
     json: Path | None = None
     """File for the records of all papers; those that it has with the same settings are not made again."""
-    data_dir: Path | None = None
-    """Folder of prepared datasets."""
+    data_dir: Path | None = None  # Folder of prepared datasets.
 
 
 def papers() -> dict[str, ModuleType]:

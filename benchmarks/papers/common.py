@@ -32,20 +32,14 @@ _FIGURES = Path(__file__).parents[2] / "docs" / "figures"
 class Config:
     """Options that every paper has."""
 
-    table: str = "all"
-    """A table or a figure of the paper; or all."""
+    table: str = "all"  # A table or a figure of the paper; or all.
     only: Literal["all", "timed", "untimed"] = "all"
     """Of all tables, only those that time something on hosts and need a quiet machine, or only the others."""
-    seeds: int = 3
-    """Runs of each setting, with the seeds 0, 1, ..."""
-    steps: int | None = None
-    """Training steps; by default as many as suit the table."""
-    json: Path | None = None
-    """File for the records; those that it has with the same settings are not made again."""
-    figures: Path | None = None
-    """Folder of the figures; docs/figures if not given, or with --smoke a temporary one."""
-    data_dir: Path | None = None
-    """Folder of prepared datasets."""
+    seeds: int = 3  # Runs of each setting, with the seeds 0, 1, ...
+    steps: int | None = None  # Training steps; by default as many as suit the table.
+    json: Path | None = None  # File for the records; those that it has with the same settings are not made again.
+    figures: Path | None = None  # Folder of the figures; docs/figures if not given, or with --smoke a temporary one.
+    data_dir: Path | None = None  # Folder of prepared datasets.
     smoke: bool = False
     """Run the smallest size, in under a minute, to see that everything works. Its results mean nothing."""
 

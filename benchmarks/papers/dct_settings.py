@@ -79,14 +79,10 @@ class Config(common.Config):
 
     life_span: int = 10
     """Steps between two refreshes of DCT-DP's thresholds in tables 2 and 3; the paper's 1000 suits its 300,000."""
-    rate: str = "100mbit"
-    """Speed of the hosts' links in timed runs."""
-    hosts: int = 4
-    """Hosts of figure 7."""
-    timed_steps: int = 7
-    """Timed steps of each setting."""
-    rows: int = 2048
-    """Samples per timed step of a pipeline."""
+    rate: str = "100mbit"  # Speed of the hosts' links in timed runs.
+    hosts: int = 4  # Hosts of figure 7.
+    timed_steps: int = 7  # Timed steps of each setting.
+    rows: int = 2048  # Samples per timed step of a pipeline.
 
     def smallest(self) -> Self:
         """Returns the options of --smoke: links without a limit, few rows."""

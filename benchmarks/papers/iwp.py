@@ -52,7 +52,7 @@ from benchmarks.papers.iwp_settings import (
     steady,
     tune,
 )
-from benchmarks.papers.report import Difference, draw, print_cause, print_claim
+from benchmarks.papers.report import Difference, columns, draw, print_cause, print_claim
 from configs.experiment import Architecture, Experiment
 from configs.methods import Iwp, Method, PlumpDp, TernGrad
 from jaxcomm import methods
@@ -111,10 +111,7 @@ def table_1(config: Config, records: Records) -> None:
                 "model": row.model,
                 "method": row.method,
                 "alpha": method.alpha if isinstance(method, Iwp) else None,
-                "top1": statistics.fmean(last_accuracies(row_runs)),
-                "stdev": stdev(last_accuracies(row_runs)),
-                "minus_base": gain.mean,
-                "standard_error": gain.error,
+                **columns("top1", last_accuracies(row_runs), gain, "minus_base"),
                 "paper_top1": row.accuracy,
                 "paper_minus_base": paper,
                 **_ratios(method, row_runs),
@@ -153,10 +150,7 @@ def resnet_101(config: Config, records: Records) -> None:
                 "method": method.name,
                 "alpha": method.alpha if isinstance(method, Iwp) else None,
                 "parameters": runs[0]["parameters"],
-                "top1": statistics.fmean(last_accuracies(runs)),
-                "stdev": stdev(last_accuracies(runs)),
-                "minus_base": gain.mean,
-                "standard_error": gain.error,
+                **columns("top1", last_accuracies(runs), gain, "minus_base"),
                 **_ratios(method, runs),
             }
         )
@@ -191,10 +185,7 @@ def one_ratio(config: Config, records: Records) -> None:
                     "method": name,
                     "alpha": method.alpha,
                     "beta": method.beta,
-                    "top1": statistics.fmean(last_accuracies(own)),
-                    "stdev": stdev(last_accuracies(own)),
-                    "minus_base": gain.mean,
-                    "standard_error": gain.error,
+                    **columns("top1", last_accuracies(own), gain, "minus_base"),
                     **_ratios(method, own),
                 }
             )
@@ -310,10 +301,7 @@ def _why_stale(config: Config, records: Records) -> None:
         [
             {
                 "a_new_mask_sends": name,
-                "top1": statistics.fmean(values),
-                "stdev": stdev(values),
-                "minus_one_step": differences[name].mean,
-                "standard_error": differences[name].error,
+                **columns("top1", values, differences[name], "minus_one_step"),
             }
             for name, values in accuracies.items()
         ],
@@ -348,10 +336,7 @@ def _try_thresholds(config: Config, records: Records, experiment: Experiment, ti
         rows.append(
             {
                 "threshold": alpha,
-                "top1": statistics.fmean(last_accuracies(runs)),
-                "stdev": stdev(last_accuracies(runs)),
-                "minus_base": gain.mean,
-                "standard_error": gain.error,
+                **columns("top1", last_accuracies(runs), gain, "minus_base"),
                 "values_ratio": _ratios(method, runs)["values_ratio"],
                 "skipped": sum(run["skipped"] for run in runs),
             }
@@ -386,10 +371,7 @@ def staleness(config: Config, records: Records) -> None:
         rows.append(
             {
                 "mask_for": span,
-                "top1": statistics.fmean(run["accuracy"] for run in own),
-                "stdev": stdev([run["accuracy"] for run in own]),
-                "minus_base": gain.mean,
-                "standard_error": gain.error,
+                **columns("top1", [run["accuracy"] for run in own], gain, "minus_base"),
                 "times_fewer_changes": statistics.fmean(n * run["steps"] / run["changes"] for run in own),
                 **dict(zip(STALE, (statistics.fmean(column) for column in zip(*shares, strict=True)), strict=True)),
                 "never_in_a_tensor_%": statistics.fmean(never),

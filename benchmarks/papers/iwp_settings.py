@@ -74,12 +74,9 @@ STEPS_101, BATCH_101, EVERY_101 = 150, 64, 10  # steps, rows of a step, steps fr
 class Config(common.Config):
     """Importance weighted pruning's table I, its thresholds, figures 2 to 8, and 96 nodes."""
 
-    workers: int = 4
-    """Workers, except for the 96 of "nodes"."""
-    dataset: str = "digits"
-    """Dataset of images that the twins are trained on."""
-    hosts: int = 4
-    """Hosts of figures 7 and 8."""
+    workers: int = 4  # Workers, except for the 96 of "nodes".
+    dataset: str = "digits"  # Dataset of images that the twins are trained on.
+    hosts: int = 4  # Hosts of figures 7 and 8.
     rate: str = "10mbit"
     """Speed of their links, which the dense exchange of the small twin saturates, as the paper's does its links."""
 

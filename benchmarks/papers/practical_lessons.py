@@ -83,14 +83,12 @@ GPUS = {
 class Config(common.Config):
     """The tables of practical lessons of distributed deep learning."""
 
-    rate: str = "10gbit"
-    """Speed of the hosts' links in tables 2 and 3; table 1 uses the paper's two speeds."""
+    rate: str = "10gbit"  # Speed of the hosts' links in tables 2 and 3; table 1 uses the paper's two speeds.
     hosts: tuple[int, ...] = (2, 4, 8)
     """Numbers of hosts, out of the paper's three; one host is added in tables 2 and 3."""
     batch: int = 64
     """Rows of a step in tables 2 and 3, fewer than the paper's 256: the hosts share the cores that compute them."""
-    timed_steps: int = 3
-    """Timed steps of each setting."""
+    timed_steps: int = 3  # Timed steps of each setting.
 
     @property
     def counted_rows(self) -> int:

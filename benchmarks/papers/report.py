@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
+from benchmarks import harness
 from train.figures import label_ends
 from train.tables import stdev
 
@@ -60,6 +63,12 @@ class Difference:
 
     def __str__(self) -> str:
         return f"{self.mean:+.2f}" + ("" if self.error is None else f" (standard error {self.error:.2f})")
+
+
+def columns(name: str, values: Sequence[float], difference: Difference, label: str) -> dict[str, float | None]:
+    """Returns columns of a table: the mean of values, their deviation, and the mean of a difference and its error."""
+    mean, error = difference.mean, difference.error
+    return {name: statistics.fmean(values), "stdev": stdev(values), label: mean, "standard_error": error}
 
 
 _VERDICTS = {True: "holds here", False: "does NOT hold here", None: "is not told apart here"}
@@ -124,30 +133,18 @@ def draw(
       x_scale: of the x axis.
       columns: of panels.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    import numpy as np
-
     columns = min(columns, len(panels))
     rows = -(-len(panels) // columns)
-    figure, grid = plt.subplots(
-        rows, columns, figsize=(1 + 5 * columns, 3.5 * rows), layout="constrained", squeeze=False
-    )
     names = [x] * len(panels) if isinstance(x, str) else x
-    for axes, (title, lines), name in zip(grid.flat, panels.items(), names, strict=False):
-        for text, (xs, seeds) in lines.items():
-            ys = np.asarray(seeds, np.float64)
-            (line,) = axes.plot(xs, ys.mean(0), label=text)
-            if len(ys) > 1:
-                axes.fill_between(xs, ys.min(0), ys.max(0), alpha=0.15, color=line.get_color())
-        axes.set(title=title, xlabel=name, ylabel=y, yscale=scale, xscale=x_scale)
-        axes.grid(alpha=0.3)
-        label_ends(axes)
-    for axes in grid.flat[len(panels) :]:
-        axes.remove()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-    print(f"Drawn: {path}")
+    with harness.figure(path, rows, columns, (1 + 5 * columns, 3.5 * rows)) as (_, grid):
+        for axes, (title, lines), name in zip(grid.flat, panels.items(), names, strict=False):
+            for text, (xs, seeds) in lines.items():
+                ys = np.asarray(seeds, np.float64)
+                (line,) = axes.plot(xs, ys.mean(0), label=text)
+                if len(ys) > 1:
+                    axes.fill_between(xs, ys.min(0), ys.max(0), alpha=0.15, color=line.get_color())
+            axes.set(title=title, xlabel=name, ylabel=y, yscale=scale, xscale=x_scale)
+            axes.grid(alpha=0.3)
+            label_ends(axes)
+        for axes in grid.flat[len(panels) :]:
+            axes.remove()

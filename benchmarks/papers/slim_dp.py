@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.papers import common
 from benchmarks.papers.common import last_accuracies
-from benchmarks.papers.report import Difference, all_hold, draw, print_cause, print_claim
+from benchmarks.papers.report import Difference, all_hold, columns, draw, print_cause, print_claim
 from benchmarks.papers.slim_dp_settings import (
     FAILED,
     HOURS,
@@ -131,10 +131,7 @@ def table_2(config: Config, records: Records) -> None:
                         "model": model.name,
                         "K": K,
                         "method": name,
-                        "top1": statistics.fmean(last_accuracies(runs[name])),
-                        "stdev": stdev(last_accuracies(runs[name])),
-                        "minus_plump": gain.mean,
-                        "standard_error": gain.error,
+                        **columns("top1", last_accuracies(runs[name]), gain, "minus_plump"),
                         "paper_top5": paper[0],
                         "paper_minus_plump": round(paper[0] - PAPER_SPEEDS[model.name, K][0][0], 2),
                         "speed_d": time_pair and speed_d(*time_pair),
@@ -227,10 +224,7 @@ def figure_4(config: Config, records: Records) -> None:
                 "alpha": alpha,
                 "beta": beta,
                 "q": period,
-                "top1": statistics.fmean(last_accuracies(seeds)),
-                "stdev": stdev(last_accuracies(seeds)),
-                "minus_plump": gain.mean,
-                "standard_error": gain.error,
+                **columns("top1", last_accuracies(seeds), gain, "minus_plump"),
                 "bytes_per_step": seeds[0]["bytes_per_step"],
                 "seconds_per_step": timed and timed.seconds,
             }

@@ -92,17 +92,13 @@ FAILED = 10.0  # points below Plump-DP from which a run counts as not converged
 class Config(common.Config):
     """Slim-DP's tables 1 and 2, and figures 3 and 4."""
 
-    rate: str = "1gbit"
-    """Speed of the hosts' links when exchanges are timed."""
-    timed_steps: int = 5
-    """Timed steps of each exchange and of T_comp."""
-    workers: tuple[int, ...] = WORKERS
-    """Numbers of workers, out of the paper's two."""
+    rate: str = "1gbit"  # Speed of the hosts' links when exchanges are timed.
+    timed_steps: int = 5  # Timed steps of each exchange and of T_comp.
+    workers: tuple[int, ...] = WORKERS  # Numbers of workers, out of the paper's two.
     part: int = 8
     """VGG-16's exchanges are timed for 1/PART of its elements, and their times multiplied by PART. For Slim-DP, 1 takes
     8 GB per host."""
-    dataset: str = "digits"
-    """Dataset that the twins are trained on: images of 10 classes."""
+    dataset: str = "digits"  # Dataset that the twins are trained on: images of 10 classes.
 
     def smallest(self) -> Self:
         """Returns the options of --smoke: links without a limit, and one number of workers."""
