@@ -272,15 +272,15 @@ def test_the_theorem_is_measured_as_in_plain_numpy(monkeypatch):
     batches = [{"a": a[i : i + 3], "y": y[i : i + 3]} for i in (0, 3)]
     loss = SimpleNamespace(loss=lambda output, batch: (jnp.mean((output - batch["y"]) ** 2), {}))
     fakes = {
-        "models.functional.apply": apply,
-        "models.functional.cut": lambda model, cuts: stages,
-        "train.architectures.make_model": lambda *given: None,
-        "train.data.dataset_info": lambda *given: SimpleNamespace(num_train=6),
-        "train.data.train_batches": lambda *given, **options: iter(batches),
-        "train.tasks.make_task": lambda *given: loss,
+        "apply": apply,
+        "cut": lambda model, cuts: stages,
+        "make_model": lambda *given: None,
+        "dataset_info": lambda *given: SimpleNamespace(num_train=6),
+        "train_batches": lambda *given, **options: iter(batches),
+        "make_task": lambda *given: loss,
     }
     for name, fake in fakes.items():
-        monkeypatch.setattr(name, fake)
+        monkeypatch.setattr(thresholds, name, fake)
     monkeypatch.setattr(thresholds, "ROWS", 3)
     monkeypatch.setattr(thresholds, "train_all", lambda *given: [(job, SimpleNamespace(state={0: W, 1: v}))])
     (record,) = thresholds.of_theorem(Config().dlrm(), PlumpDp(), 0.7, 1)
