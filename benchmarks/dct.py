@@ -76,49 +76,30 @@ class Setting:
     learning_rate: float = CONFIGS["dlrm_clicks"].learning_rate
 
 
-def _mp(stages: int, sparsity: float, *paper: float) -> Setting:
-    return Setting("DCT-MP", stages, sparsity, False, Paper(*paper))
+def _settings(system: str, stages: int, *rows: tuple[float, ...], **fields: Any) -> list[Setting]:
+    """Makes settings of (sparsity, the paper's four numbers)."""
+    compresses = system.startswith("DCT-DP")
+    return [Setting(system, stages, sparsity, compresses, Paper(*paper), **fields) for sparsity, *paper in rows]
 
 
-def _dp(sparsity: float, *paper: float) -> Setting:
-    return Setting("DCT-DP", 1, sparsity, True, Paper(*paper))
-
-
-def _both_methods(sparsity: float, *paper: float) -> Setting:
-    return Setting("DCT-DP and DCT-MP", 3, sparsity, True, Paper(*paper))
-
-
-def _sketch(sparsity: float, learning_rate: float, *paper: float) -> Setting:
-    return Setting("sketched activations", 2, sparsity, False, Paper(*paper), sketch, learning_rate)
-
-
-def _topk(sparsity: float, *paper: float) -> Setting:
-    return Setting("top-k activation gradients", 2, sparsity, False, Paper(*paper), topk_gradient)
-
-
+_SKETCH, _TOP_K = ("sketched activations", 2), ("top-k activation gradients", 2)
 SETTINGS = (
-    Setting("dense", 1, 0.0, False, Paper(0.4477, 79.23, 0.4538, 78.78)),
-    _mp(2, 0.75, 0.4473, 79.29, 0.4532, 78.81),
-    _mp(2, 0.9, 0.4472, 79.28, 0.4530, 78.81),
-    _mp(2, 0.95, 0.4473, 79.24, 0.4534, 78.80),
-    _mp(2, 0.98, 0.4505, 79.07, 0.4562, 78.61),
-    _mp(3, 0.75, 0.4482, 79.19, 0.4536, 78.79),
-    _mp(3, 0.9, 0.4479, 79.24, 0.4537, 78.78),
-    _mp(3, 0.95, 0.4495, 79.18, 0.4546, 78.72),
-    _dp(0.75, 0.4478, 79.23, 0.4534, 78.81),
-    _dp(0.9, 0.4478, 79.22, 0.4536, 78.79),
-    _dp(0.95, 0.4479, 79.25, 0.4538, 78.79),
-    _dp(0.98, 0.4478, 79.23, 0.4537, 78.80),
-    _dp(0.995, 0.4482, 79.20, 0.4547, 78.75),
-    _both_methods(0.75, 0.4480, 79.23, 0.4535, 78.81),
-    _both_methods(0.9, 0.4481, 79.26, 0.4537, 78.78),
-    _both_methods(0.95, 0.4492, 79.19, 0.4548, 78.70),
-    _sketch(0.5, 1.0, 0.4569, 78.72, 0.4618, 78.37),
-    _sketch(0.75, 0.5, 0.4610, 78.53, 0.4656, 78.12),
-    _sketch(0.9, 0.5, 0.4685, 77.95, 0.4721, 77.78),
-    _topk(0.5, 0.4495, 79.07, 0.4561, 78.62),
-    _topk(0.75, 0.4516, 78.95, 0.4588, 78.48),
-    _topk(0.9, 0.4701, 77.76, 0.4789, 77.13),
+    *_settings("dense", 1, (0.0, 0.4477, 79.23, 0.4538, 78.78)),
+    *_settings("DCT-MP", 2, (0.75, 0.4473, 79.29, 0.4532, 78.81), (0.9, 0.4472, 79.28, 0.4530, 78.81)),
+    *_settings("DCT-MP", 2, (0.95, 0.4473, 79.24, 0.4534, 78.80), (0.98, 0.4505, 79.07, 0.4562, 78.61)),
+    *_settings("DCT-MP", 3, (0.75, 0.4482, 79.19, 0.4536, 78.79), (0.9, 0.4479, 79.24, 0.4537, 78.78)),
+    *_settings("DCT-MP", 3, (0.95, 0.4495, 79.18, 0.4546, 78.72)),
+    *_settings("DCT-DP", 1, (0.75, 0.4478, 79.23, 0.4534, 78.81), (0.9, 0.4478, 79.22, 0.4536, 78.79)),
+    *_settings("DCT-DP", 1, (0.95, 0.4479, 79.25, 0.4538, 78.79), (0.98, 0.4478, 79.23, 0.4537, 78.80)),
+    *_settings("DCT-DP", 1, (0.995, 0.4482, 79.20, 0.4547, 78.75)),
+    *_settings("DCT-DP and DCT-MP", 3, (0.75, 0.4480, 79.23, 0.4535, 78.81), (0.9, 0.4481, 79.26, 0.4537, 78.78)),
+    *_settings("DCT-DP and DCT-MP", 3, (0.95, 0.4492, 79.19, 0.4548, 78.70)),
+    *_settings(*_SKETCH, (0.5, 0.4569, 78.72, 0.4618, 78.37), scheme=sketch, learning_rate=1.0),
+    *_settings(*_SKETCH, (0.75, 0.4610, 78.53, 0.4656, 78.12), scheme=sketch, learning_rate=0.5),
+    *_settings(*_SKETCH, (0.9, 0.4685, 77.95, 0.4721, 77.78), scheme=sketch, learning_rate=0.5),
+    *_settings(*_TOP_K, (0.5, 0.4495, 79.07, 0.4561, 78.62), scheme=topk_gradient),
+    *_settings(*_TOP_K, (0.75, 0.4516, 78.95, 0.4588, 78.48), scheme=topk_gradient),
+    *_settings(*_TOP_K, (0.9, 0.4701, 77.76, 0.4789, 77.13), scheme=topk_gradient),
 )
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from benchmarks import harness
 from configs import CONFIGS
@@ -43,9 +43,15 @@ class Config:
     smoke: bool = False
     """Run the smallest size, in under a minute, to see that everything works. Its results mean nothing."""
 
+    SMALLEST: ClassVar[dict[str, Any]] = {}  # more options of --smoke, of a paper
+
     def smallest(self) -> Self:
         """Returns the options of --smoke."""
-        return dataclasses.replace(self, seeds=1, steps=SMOKE_STEPS)
+        return dataclasses.replace(self, seeds=1, steps=SMOKE_STEPS, **self.SMALLEST)
+
+    def figure(self, name: str) -> Path:
+        """Returns the file of a figure."""
+        return (self.figures or _FIGURES) / name
 
     def experiment(self, name: str, **changes: Any) -> Experiment:
         """Returns an experiment of `configs/` with other fields; --steps overrides those given here."""
@@ -101,9 +107,8 @@ def _make(tables: Mapping[str, Table[C]], devices: int, timed: Collection[str], 
     with contextlib.ExitStack() as stack:
         if config.smoke:
             config = config.smallest()
-        if config.figures is None:
-            folder = stack.enter_context(tempfile.TemporaryDirectory()) if config.smoke else _FIGURES
-            config = dataclasses.replace(config, figures=Path(folder))
+        if config.smoke and config.figures is None:
+            config = dataclasses.replace(config, figures=Path(stack.enter_context(tempfile.TemporaryDirectory())))
         records = Records(config.json)
         for name in selected_tables(config.table, config.only, tables, timed):
             begin = time.perf_counter()

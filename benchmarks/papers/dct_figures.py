@@ -78,8 +78,7 @@ def figure_2(config: Config, records: Records) -> None:
         None if len(means) == 1 else means == sorted(means),
         ", ".join(f"{100 * entry['sparsity']:g}%: {entry['mean_threshold']:.3g}" for entry in rows),
     )
-    assert config.figures is not None
-    draw(config.figures / "papers_dct_fig2.png", {"Fig. 2": lines}, "step", "threshold", scale="log")
+    draw(config.figure("papers_dct_fig2.png"), {"Fig. 2": lines}, "step", "threshold", scale="log")
 
 
 def _gradients(config: Config, experiment: Experiment, sparsity: float, skipped: int, interval: int) -> Record:
@@ -134,8 +133,7 @@ def figure_5(config: Config, records: Records) -> None:
         f"Figure 5: mean thresholds of 256 activations a sample, {dense.steps} steps, mean over {config.seeds} seeds",
         rows,
     )
-    assert config.figures is not None
-    draw(config.figures / "papers_dct_fig5.png", {"Fig. 5": lines}, "step", "mean threshold of the activations")
+    draw(config.figure("papers_dct_fig5.png"), {"Fig. 5": lines}, "step", "mean threshold of the activations")
 
 
 def _activations(config: Config, records: Records, experiment: Experiment, sparsities: tuple[float, ...]) -> Any:
@@ -283,5 +281,4 @@ def _draw_figure_7(config: Config, rows: Mapping[tuple[int, float], Record]) -> 
             panels[f"Loss over dense, by {title}"] = {
                 name: (axis, [[rows[key][column] for key in keys]]) for name, column in names.items()
             }
-    assert config.figures is not None
-    draw(config.figures / "papers_dct_fig7.png", panels, "", "%")
+    draw(config.figure("papers_dct_fig7.png"), panels, "", "%")

@@ -1,12 +1,11 @@
 """What the modules of dynamic communication thresholding share: options, the paper's numbers, and trained rows."""
 
-import dataclasses
 import math
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -84,9 +83,7 @@ class Config(common.Config):
     timed_steps: int = 7  # Timed steps of each setting.
     rows: int = 2048  # Samples per timed step of a pipeline.
 
-    def smallest(self) -> Self:
-        """Returns the options of --smoke: links without a limit, few rows."""
-        return dataclasses.replace(super().smallest(), rate="none", hosts=2, timed_steps=1, rows=64)
+    SMALLEST: ClassVar = {"rate": "none", "hosts": 2, "timed_steps": 1, "rows": 64}
 
     def dlrm(self, **changes: Any) -> Experiment:
         """Returns the twin of the DLRM, with the steps of `benchmarks.dct`."""

@@ -433,8 +433,7 @@ def curves(config: Config, records: Records) -> None:
         }
         for title, name in (("Fig. 5: test accuracy, %", "accuracies"), ("Fig. 6: train loss", "train_losses"))
     }
-    assert config.figures is not None
-    draw(config.figures / "papers_iwp_fig5_fig6.png", panels, "step", "")
+    draw(config.figure("papers_iwp_fig5_fig6.png"), panels, "step", "")
     rows = [
         {
             "method": method,

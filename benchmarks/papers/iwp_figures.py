@@ -40,12 +40,11 @@ def importance_figures(config: Config, records: Records) -> None:
         rows,
     )
     _claims_of_importance(runs)
-    assert config.figures is not None
-    draw(config.figures / "papers_iwp_fig2_fig3.png", panels, "importance, log10", "% of the coordinates")
+    draw(config.figure("papers_iwp_fig2_fig3.png"), panels, "importance, log10", "% of the coordinates")
     place = _downsample(runs[0])
     lines = {tensors[place]["name"]: (runs[0]["steps"], [run["tensors"][place]["spreads"] for run in runs])}
     panels = {"Fig. 4: the first downsample": lines}
-    draw(config.figures / "papers_iwp_fig4.png", panels, "step", "variance over mean of the importance", scale="log")
+    draw(config.figure("papers_iwp_fig4.png"), panels, "step", "variance over mean of the importance", scale="log")
 
 
 def _importance_runs(config: Config, records: Records) -> list[Record]:
@@ -152,8 +151,7 @@ def network(config: Config, records: Records) -> None:
         f"{base['kB_per_s_mean']:.0f} and {ours['kB_per_s_mean']:.0f} kB/s on average while training",
     )
     panels = {title: {"host 0": (record["seconds"], [record["kB_per_s"]])} for title, record in traces.items()}
-    assert config.figures is not None
-    draw(config.figures / "papers_iwp_fig7_fig8.png", panels, "seconds", "received, kB/s")
+    draw(config.figure("papers_iwp_fig7_fig8.png"), panels, "seconds", "received, kB/s")
 
 
 def active(rates: Sequence[float]) -> list[float]:

@@ -1,10 +1,9 @@
 """What the modules of importance weighted pruning share: settings, the paper's numbers, ratios, and tuning."""
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -80,9 +79,7 @@ class Config(common.Config):
     rate: str = "10mbit"
     """Speed of their links, which the dense exchange of the small twin saturates, as the paper's does its links."""
 
-    def smallest(self) -> Self:
-        """Returns the options of --smoke."""
-        return dataclasses.replace(super().smallest(), hosts=2)
+    SMALLEST: ClassVar = {"hosts": 2}
 
     def twin(self, name: str, **changes: Any) -> Experiment:
         """Returns a twin, trained as in the paper."""

@@ -11,10 +11,9 @@ data-parallel on equally many hosts. "placement": the optimal placement that the
 `benchmarks.placement`.
 """
 
-import dataclasses
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Self
+from typing import ClassVar, NamedTuple
 
 from benchmarks.papers import common, timing
 from benchmarks.papers.report import Difference, all_hold, print_claim
@@ -95,9 +94,7 @@ class Config(common.Config):
         """Rows per step for which bytes are counted."""
         return self.batch if self.smoke else ROWS
 
-    def smallest(self) -> Self:
-        """Returns the options of --smoke: few rows, two hosts, links without a limit."""
-        return dataclasses.replace(super().smallest(), rate="none", hosts=(2,), batch=8, timed_steps=1)
+    SMALLEST: ClassVar = {"rate": "none", "hosts": (2,), "batch": 8, "timed_steps": 1}
 
 
 def table_1(config: Config, records: Records) -> None:

@@ -199,8 +199,7 @@ def figure_3(config: Config, records: Records) -> None:
         f"{model.name}, K={K}": _lines(runs[model, K], {name: units[model, K, name] for name in METHODS})
         for model, K in cells
     }
-    assert config.figures is not None
-    draw(config.figures / "papers_slim_dp_fig3.png", panels, x, "top-1 accuracy, %")
+    draw(config.figure("papers_slim_dp_fig3.png"), panels, x, "top-1 accuracy, %")
 
 
 def figure_4(config: Config, records: Records) -> None:
@@ -246,8 +245,7 @@ def figure_4(config: Config, records: Records) -> None:
     panels["No exploration"] = _lines(
         {"plump_dp": dense} | unexplored, units | dict.fromkeys(unexplored, units["(0.3, 0.3)"])
     )
-    assert config.figures is not None
-    draw(config.figures / "papers_slim_dp_fig4.png", panels, x, "top-1 accuracy, %", columns=3)
+    draw(config.figure("papers_slim_dp_fig4.png"), panels, x, "top-1 accuracy, %", columns=3)
 
 
 def _claims_of_figure_4(dense: Sequence[Record], runs: Mapping[Any, Sequence[Record]], q: int) -> None:

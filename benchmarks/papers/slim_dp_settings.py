@@ -2,7 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import ClassVar, NamedTuple
 
 from benchmarks.papers import common, timing
 from benchmarks.shapes import count, shapes_of
@@ -100,9 +100,7 @@ class Config(common.Config):
     8 GB per host."""
     dataset: str = "digits"  # Dataset that the twins are trained on: images of 10 classes.
 
-    def smallest(self) -> Self:
-        """Returns the options of --smoke: links without a limit, and one number of workers."""
-        return dataclasses.replace(super().smallest(), rate="none", timed_steps=1, workers=WORKERS[:1])
+    SMALLEST: ClassVar = {"rate": "none", "timed_steps": 1, "workers": WORKERS[:1]}
 
     @property
     def models(self) -> tuple[Model, ...]:
