@@ -117,20 +117,21 @@ def test_owners_send_the_largest():
     assert taken(exchange(regions, vectors, vectors != 0)) == [[3, 10, 20], [3, 10, 30]]
 
 
-@pytest.mark.parametrize("bad", ["flag", "sum", "residual"])
-def test_bad_steps(bad):
+@pytest.mark.parametrize(("bad", "owner"), [("flag", 0), ("sum", 0), ("residual", 0), ("residual", 1)])
+def test_bad_steps(bad, owner):
     regions = regions_of((2048,), 4, 3, "bfloat16")
     vectors, flags = np.zeros((3, 2048), np.float32), np.ones(3, bool)
-    vectors[:, 5] = 1
+    place = owner * regions.size + 5
+    vectors[:, place] = 1
     masks = vectors != 0
     assert exchange(regions, vectors, masks, flags).ok.all()
     if bad == "flag":
         flags[1] = False
     elif bad == "sum":
-        vectors[:, 5] = 3e38
+        vectors[:, place] = 3e38
     else:  # the owner has the largest float32 left, which it did not select, and rounds off some of the others' sum
-        vectors[:, 5] = np.finfo(np.float32).max, 2.0**127, 2.0**118
-        masks[0] = False
+        vectors[:, place] = np.roll([np.finfo(np.float32).max, 2.0**127, 2.0**118], owner)
+        masks[owner] = False
     assert not exchange(regions, vectors, masks, flags).ok.any()
 
 

@@ -127,6 +127,27 @@ def test_wrong_brackets(misses, monkeypatch):
     check_with_ties(parts, slots_of(layout), *selection)
 
 
+def test_brackets_beside_the_kth_largest(monkeypatch):
+    """The k-th is the last number above the bracket, the first or the last inside, and the first below."""
+    layout = plan_layout([jax.ShapeDtypeStruct((200_000,), np.float32)], dense_below=0, capacity=lambda n: 2000)
+    x = np.zeros(layout.n, np.float32)
+    x[:200_000] = np.random.default_rng(0).permutation(200_000) + 1  # the j-th largest is 200,001 - j
+
+    @jax.jit
+    def largest(low, high):
+        monkeypatch.setattr(bracket, "_brackets", lambda *given: (low, high))
+        result = bracket.find_largest(Stored(jnp.asarray(x)), layout, jnp.asarray([2000]))
+        return result.smallest, result.bracketed.n_above, result.bracketed.holds
+
+    def bits_of(rank):
+        return np.asarray([200_001 - rank], np.float32).view(np.uint32)
+
+    for n_above, holds in ((2000, False), (1999, True), (1500, True), (1499, False)):  # with 500 inside
+        smallest, above, is_right = largest(bits_of(n_above + 500), bits_of(n_above))
+        np.testing.assert_array_equal(smallest, bits_of(2000))
+        assert (above.tolist(), bool(is_right)) == ([n_above], holds)
+
+
 @pytest.mark.parametrize("select", ["topk", "with ties"])
 def test_fewer_nonzeros_than_k(select):
     """The sample sees the 300 largest and then zeros; the 19,000 others are between its numbers."""
