@@ -8,6 +8,7 @@ of runs on an HTML page; both have a `--help` too.
 import dataclasses
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -33,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command line and returns its exit code.
 
     The code is 0; 1 if not all processes came; 2 for input that cannot be used; 3 if `--advise` advises a dense method;
-    130 if Ctrl-C ended it before it could save; or, with `--restarts`, that of the last start.
+    130 if a signal ended it before it could save; or, with `--restarts`, that of the last start.
     """
     begin = time.monotonic()
     try:
@@ -259,6 +260,9 @@ def advise(experiment: Experiment, processes: Processes) -> int:
 
 
 if __name__ == "__main__":
+    for number in (signal.SIGTERM, signal.SIGHUP):  # end this process as Ctrl-C does, until training handles them
+        if signal.getsignal(number) == signal.SIG_DFL:  # and not ignored, as by nohup
+            signal.signal(number, signal.default_int_handler)
     code = main(sys.argv[1:])
     # The error has been printed in one line; the threads of a failed write would print their stacks below it.
     # With several processes, the others may be communicating through this one: it then ends in the ordinary way.

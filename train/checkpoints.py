@@ -51,21 +51,20 @@ class Checkpoints:
 
     def __init__(self, folder: Path):
         """Opens the folder, which need not exist; the two newest checkpoints are kept."""
-        logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax's threads log stacks of errors that it also raises
+        for name in ("absl", "asyncio"):  # Orbax's threads log stacks of errors that it also raises
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+        self._hook, sys.unraisablehook = sys.unraisablehook, partial(_say_unless_closed, sys.unraisablehook)
         self.folder = folder.absolute()
         self._manager = ocp.CheckpointManager(self.folder, options=ocp.CheckpointManagerOptions(max_to_keep=2))
 
     def __enter__(self) -> "Checkpoints":
-        self._hook, sys.unraisablehook = sys.unraisablehook, partial(_say_unless_closed, sys.unraisablehook)
         return self
 
     def __exit__(self, error: object, *_: object) -> None:
         """On an error, waits for Orbax's threads, which print stacks if the interpreter ends before they do."""
         if error is None:
             sys.unraisablehook = self._hook
-            return
-        logging.getLogger("asyncio").setLevel(logging.CRITICAL)
-        if jax.process_count() == 1:  # with several processes, the others may never come
+        elif jax.process_count() == 1:  # with several processes, the others may never come
             with contextlib.suppress(Exception):
                 self._manager.wait_until_finished()
 
@@ -240,7 +239,7 @@ class Checkpoints:
 
 
 def _say_unless_closed(before: Callable[[Any], object], unraisable: Any) -> None:
-    """Prints an error that nobody can catch, except those of TensorStore's threads after a failed write."""
+    """Prints an error that nobody can catch, except those of TensorStore's threads after a failed read or write."""
     if not (unraisable.exc_type is RuntimeError and str(unraisable.exc_value) == "Event loop is closed"):
         before(unraisable)
 

@@ -9,7 +9,7 @@ import math
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,11 +87,11 @@ def _folder(out: Path, name: str, number: int) -> Path:
 
 @contextlib.contextmanager
 def _removed_if_empty(folder: Path) -> Iterator[None]:
-    """On an error, removes a new folder that holds nothing but this module's files."""
+    """On an error, removes a new folder that holds no files but this module's."""
     try:
         yield
     except BaseException:
-        if folder.is_dir() and {path.name for path in folder.iterdir()} <= {RUNS, LOCK}:
+        if folder.is_dir() and {path.name for path in folder.rglob("*") if path.is_file()} <= {RUNS, LOCK}:
             shutil.rmtree(folder)
         raise
 
@@ -164,7 +164,7 @@ def read_runs(folder: Path) -> list[str] | None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Returns the lines of a method's metrics, one a step without a gap, with NaN for null.
+    """Returns the lines of a method's metrics, one a step, with NaN for null.
 
     A half line at the end is left out: a run is writing it, or was killed.
 
@@ -180,11 +180,26 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
                 line = {name: math.nan if value is None else value for name, value in json.loads(text).items()}
                 if not all(isinstance(value, int | float) for value in line.values()):
                     raise ValueError(line)
-                step = records[-1]["step"] + 1 if records else line["step"]
-                if not isinstance(step, int) or step < 1 or line["step"] != step or not line.keys() >= LINE:
+                if not isinstance(line["step"], int) or line["step"] < 1 or not line.keys() >= LINE:
                     raise ValueError(line)
             records.append(line)
     return records
+
+
+def check_steps(path: Path, lines: Sequence[Mapping[str, Any]], last: int) -> None:
+    """Refuses lines of METRICS that are not those of the steps 1 to `last`: what is summed over them would be wrong.
+
+    Raises:
+      ValueError: naming the first step that is not in its place.
+    """
+    steps = [line["step"] for line in lines]
+    place = next((at for at in range(max(last, len(steps))) if steps[at : at + 1] != [at + 1]), None)
+    if place is not None:
+        got = f"step {steps[place]}" if place < len(steps) else "its end"
+        raise ValueError(
+            f"{path} must have a line for every step until {last}; got {got} in the place of step {place + 1}. Put the "
+            "file back, or begin anew without --resume."
+        )
 
 
 def _check_runs(folder: Path, runs: Sequence[str], resume: bool) -> None:

@@ -155,6 +155,7 @@ def train(
         jax.block_until_ready(state)
         with goodput.on("checkpoints"):
             check_replicas(job, state, name, step, checkpoints.last())
+            log.sync()
             checkpoints.save(step, state, batches.state(), about)
         goodput.saved(step)
 

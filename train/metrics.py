@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import jaxcomm as jc
-from train.folders import read_lines
+from train.folders import check_steps, read_lines
 from train.tables import plain
 
 EXCHANGE = ("sent", "overflow", "skipped", "drained", "bytes_received")  # metrics that are not the loss function's
@@ -126,6 +127,8 @@ class Log:
         records = read_lines(path) if path.exists() else []
         earlier_records = [record for record in records if record["step"] <= after]
         self.dropped, records = len(records) - len(earlier_records), earlier_records
+        if writes:
+            check_steps(path, records, after)
         self.evaluations = [_evaluation(record) for record in records if "test_accuracy" in record]
         self.losses: list[float] = []
         self.overflow = sum(record["overflow"] for record in records)
@@ -197,6 +200,11 @@ class Log:
     def _bytes_of(self, step: int, *, is_rare: bool) -> float:
         program = self._report.of_step(step)  # between two exchanges of a local method: nothing
         return float(program.received_at_most if is_rare else program.received)
+
+    def sync(self) -> None:
+        """Puts the lines on the disk, so that no checkpoint is ahead of them after a power failure."""
+        if self._file is not None:
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Writes what is left."""

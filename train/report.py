@@ -14,7 +14,7 @@ from typing import Any
 import tyro
 
 from train.figures import BYTES, Line, draw_panels
-from train.folders import METRICS, SETTINGS, read_lines
+from train.folders import METRICS, SETTINGS, check_steps, read_lines
 from train.folders import read_runs as run_names
 from train.tables import display_name, format_cell, reading
 
@@ -133,6 +133,7 @@ def _read(file: Path, label: str) -> Curve:
         raise ValueError(
             f"A run must have taken a step before it is drawn; got none in {file}. Wait for the first one."
         )
+    check_steps(file, lines, len(lines))
     path, settings = file.parent / SETTINGS, {}
     if path.exists():
         with reading(path, "the settings of a run", "Remove it."):

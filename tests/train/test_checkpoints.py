@@ -1,5 +1,6 @@
 """Checkpoints without runs: what is written in the background, and what a smaller or larger mesh reads."""
 
+import logging
 import shutil
 import sys
 
@@ -180,6 +181,7 @@ def flip_setting(folder):
 DAMAGES = {
     "a setting with another bit": flip_setting,
     "the largest file is gone": remove_largest,
+    "the index is gone": lambda folder: shutil.rmtree(folder / "state" / "d"),
     "no state": lambda folder: shutil.rmtree(folder / "state"),
     "no settings": lambda folder: shutil.rmtree(folder / "about"),
     "settings of nothing": lambda folder: (folder / "about" / "metadata").write_text("{}"),
@@ -232,9 +234,13 @@ def test_an_empty_folder(checkpoints):
     assert checkpoints.newest(state, jc.resize_workers, ABOUT, print) is None
 
 
-def test_errors_of_writes(checkpoints, monkeypatch):
-    """After a failed write, TensorStore's threads call a closed event loop, once for every array."""
+def test_stacks_of_threads(tmp_path, monkeypatch, caplog):
+    """After a failed read or write, TensorStore's threads call a closed event loop, once for every array.
+
+    They also log what is raised, some only when the process ends: lines that would hide the one that counts.
+    """
     messages = []
+    logging.getLogger("asyncio").setLevel(logging.NOTSET)
     monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: messages.append(str(unraisable.exc_value)))
 
     class Failing:
@@ -244,8 +250,12 @@ def test_errors_of_writes(checkpoints, monkeypatch):
         def __del__(self):
             raise RuntimeError(self.message)
 
+    checkpoints = Checkpoints(tmp_path)
+    Failing("Event loop is closed")
     with checkpoints:
         for message in ("Event loop is closed", "another"):
             Failing(message)
     Failing("Event loop is closed")
     assert messages == ["another", "Event loop is closed"]
+    logging.getLogger("asyncio").error("Future exception was never retrieved")
+    assert caplog.records == []

@@ -308,6 +308,24 @@ def test_a_bad_variable(started, monkeypatch, tmp_path, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_before_training(number, tmp_path):
+    """Leaves nothing: a folder without a step would be the run that --resume takes."""
+    out = tmp_path / "runs"
+    argv = [sys.executable, "-m", "train", "digits", *SHORT[2:], "--no-baseline", "--out", str(out)]
+    process = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not (out / "digits" / "runs.json").exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (130, "train: interrupted; what was saved is kept\n")
+    assert not out.exists()
+
+
+@pytest.mark.slow
 def test_sigterm_and_resume(tmp_path):
     options = [*SHORT[2:], "--steps", "200", "--checkpoint-every", "10", "--no-baseline"]
     method = ["method:dct-dp", "--method.sparsity", "0.9", "--method.life-span", "7"]

@@ -255,19 +255,14 @@ def damage(path, name, text):
                 lambda path, text=text: damage(path, METRICS, LINE + text),
                 "a JSON object of numbers a line; got .* line 2",
             )
-            # The last two are lines of one step, and of steps with a gap.
-            for text in (
-                "no\n",
-                "[1]\n",
-                "5\n",
-                "{}\n",
-                "\0\0\n",
-                "[" * 9999 + "\n",
-                "\udcff\n",
-                '{"step": 2}\n',
-                LINE,
-                LINE.replace("1", "3", 1),
+            for text in ("no\n", "[1]\n", "5\n", "{}\n", "\0\0\n", "[" * 9999 + "\n", "\udcff\n", '{"step": 2}\n')
+        ),
+        *(
+            (
+                lambda path, step=step: damage(path, METRICS, LINE + LINE.replace("1", step, 1)),
+                f"a line for every step until 2; got step {step} in the place of step 2",
             )
+            for step in ("1", "3")
         ),
         *(
             (

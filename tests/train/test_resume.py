@@ -140,6 +140,17 @@ def test_later_metrics_are_dropped(lines, stopped, uninterrupted):
     assert resumed.evaluations == uninterrupted("dct_dp")[1].evaluations
 
 
+@pytest.mark.parametrize(("kept", "got"), [([], "its end in the place of step 1"), ([1, 2, 4, 5], "step 4 in")])
+def test_steps_that_are_gone(kept, got, stopped):
+    """The bytes of a run are those of all its steps."""
+    path = stopped / "dct_dp" / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[step - 1] for step in kept))
+    with pytest.raises(ValueError, match=f"metrics.jsonl must have a line for every step until 5; got {got}"):
+        run(stopped, resume=True)
+    assert path.read_text().count("\n") == len(kept)
+
+
 def test_a_partial_line_is_dropped(stopped, uninterrupted):
     """A process that is killed may leave half a line."""
     with (stopped / "dct_dp" / "metrics.jsonl").open("a") as file:
