@@ -165,28 +165,22 @@ class ShardedExchange:
         treedef = jax.tree.structure(like)
 
         def split_rows(node: Any) -> Any:
-            """Reshapes rows of workers and shards (K S, ...) to (K, S, ...)."""
-            if not is_per_worker(node) or node.shards == len(node.axes):
-                return node
-            workers = math.prod(self.sizes)
-            return replace(
-                node, rows=jax.tree.map(lambda x: x.reshape(workers, len(x) // workers, *x.shape[1:]), node.rows)
-            )
-
-        def spec_of(node: Any) -> Any:
+            """Reshapes rows of workers and shards (K S, ...) to (K, S, ...); to (1, S, ...) what differs by shards."""
             if not is_per_worker(node):
-                return P()
-            shards = node.axes[len(node.axes) - node.shards :] or None
-            spec = P(shards) if node.shards == len(node.axes) else P(None, shards)
-            return jax.tree.map(lambda _: spec, node)
+                return node
+            workers = 1 if node.shards == len(node.axes) else math.prod(self.sizes)
+            rows = jax.tree.map(lambda x: x.reshape(workers, len(x) // workers, *x.shape[1:]), node.rows)
+            return replace(node, rows=rows)
+
+        def spec_of(node: Any) -> P:
+            return P(None, node.axes[len(node.axes) - node.shards :] or None) if is_per_worker(node) else P()
 
         def of_shard(node: Any) -> Any:
             """Returns this shard's rows of all workers, as a method's `global_model` takes them."""
             if not is_per_worker(node):
                 return node
-            if node.shards == len(node.axes):
-                return node.rows[0]
-            return replace(node, rows=jax.tree.map(lambda x: x[:, 0], node.rows))
+            rows = jax.tree.map(lambda x: x[:, 0], node.rows)
+            return rows[0] if node.shards == len(node.axes) else replace(node, rows=rows)
 
         def model(exchanges: Any) -> Any:
             shards = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), self._local(like))
