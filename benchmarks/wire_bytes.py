@@ -18,7 +18,7 @@ import tyro
 
 from benchmarks import dct, density, exchange
 from benchmarks.activation_ablations import make_ablation
-from benchmarks.control import run
+from benchmarks.harness import run
 from benchmarks.shapes import shapes_of
 from train.records import Record
 from train.tables import write_records
