@@ -42,7 +42,7 @@ def test_a_row_of_dct_is_that_of_its_setting(monkeypatch):
     assert current(dense, [dense]) == {}
 
 
-def test_bytes_on_a_ring_need_the_densities_of_its_hops(monkeypatch):
+def test_bytes_on_a_ring(monkeypatch):
     monkeypatch.setattr(density, "bytes_of", lambda *given: {"given": given})
     hops = [{"workers": K, "kept": 0.01, "hop": hop, "ring": 0.01 * hop} for K in (4, 16) for hop in (1, 2)]
     sizes = {"workers": 16, "kept": 0.01, "ring_bytes": 5.0, "shared_1_bytes": 2.0, "shared_4_bytes": 3.0}

@@ -120,7 +120,7 @@ def test_early_failures_leave_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("out", ["/dev/null", "/dev/null/runs", "/proc/runs", "/dev/full/\udcff"])
-def test_a_folder_that_cannot_be_made_is_named_with_the_option(out):
+def test_a_folder_that_cannot_be_made(out):
     message = re.escape(f"--out must be a folder in which folders can be made; got {out!r}: ")
     with pytest.raises(OSError, match=message), run_folder(Path(out), "digits", resume=False):
         pass

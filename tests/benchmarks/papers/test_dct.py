@@ -209,7 +209,7 @@ def trainer(losses):
     return train
 
 
-def test_more_cuts_are_compared_with_12_splits_by_the_most_cuts(monkeypatch, capsys):
+def test_more_cuts(monkeypatch, capsys):
     """A cut costs 0.1, 2 and 4% at 75, 90 and 95%; the paper's losses change by less than 0.2%."""
 
     def losses(setting):
@@ -229,7 +229,7 @@ def test_more_cuts_are_compared_with_12_splits_by_the_most_cuts(monkeypatch, cap
     assert verdicts(capsys) == ["holds here", "does NOT hold here", "does NOT hold here"]
 
 
-def test_without_error_feedback_runs_are_constants_and_diverge_if_they_end_above_guessing(monkeypatch, capsys):
+def test_runs_without_error_feedback(monkeypatch, capsys):
     def losses(setting):
         if setting.system == dct_settings.NO_FEEDBACK:
             assert setting.scheme is dct_settings.topk_alone
@@ -248,7 +248,7 @@ def test_without_error_feedback_runs_are_constants_and_diverge_if_they_end_above
     assert verdicts(capsys) == ["does NOT hold here", "does NOT hold here", "holds here"]
 
 
-def test_what_is_not_sent_without_error_feedback_is_forgotten():
+def test_no_error_feedback():
     """Of 4 numbers the two largest travel; the constants neither wait nor arrive later."""
     x, gradient = jnp.zeros((1, 4)), jnp.asarray([[3.0, -1.0, 0.5, -4.0]])
     residual = jnp.asarray([[0.0, 9.0, 9.0, 0.0]])
@@ -258,7 +258,7 @@ def test_what_is_not_sent_without_error_feedback_is_forgotten():
     assert not left.any()
 
 
-def test_the_theorem_is_measured_as_in_plain_numpy(monkeypatch):
+def test_the_theorem_in_numpy(monkeypatch):
     """A linear model in two stages: x = a W, loss = mean (x v - y)^2. Two batches of 3 rows, 3 activations, k = 1."""
     rng = np.random.default_rng(0)
     a, y = rng.normal(size=(6, 2)).astype(np.float32), rng.normal(size=6).astype(np.float32)
@@ -305,7 +305,7 @@ def test_the_theorem_is_measured_as_in_plain_numpy(monkeypatch):
     assert min(record.values()) > 1  # so that a mean of the wrong rows would show
 
 
-def test_the_theorem_holds_if_all_is_the_same_within_one_percent(monkeypatch, capsys):
+def test_verdicts_of_the_theorem(monkeypatch, capsys):
     runs = [
         {"spread": 30.0, "activations": 0.5, "gradient": 4.0, "without": 60.0},
         {"spread": 32.0, "activations": 0.7, "gradient": 6.0, "without": 50.0},

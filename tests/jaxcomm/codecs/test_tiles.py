@@ -51,7 +51,7 @@ def test_numbers_of_the_reference(n, width, key):
         assert close.mean() < (0.5 if width == 8 else 0.2) or n < 5000
 
 
-def test_a_number_of_twice_the_second_turns_its_tile():
+def test_a_number_of_twice_the_second():
     """Exactly twice is enough; 1.9999999 is the next float32 below."""
     tiles = np.tile(np.random.default_rng(0).uniform(0.1, 0.9, 64), (2, 1)).astype(np.float32)
     tiles[:, 3], tiles[:, 40] = -1.0, [2.0, 1.9999999]

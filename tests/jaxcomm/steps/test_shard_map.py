@@ -51,7 +51,7 @@ def pair():
     return arrays, jax.jit(shard_map(on_device, **options)), jax.jit(jax.shard_map(on_device, **options))
 
 
-def test_results_are_those_of_jax_shard_map(pair):
+def test_results(pair):
     arrays, few, many = pair
     out, expected = few(arrays), many(arrays)
     assert jax.tree.structure(out) == jax.tree.structure(expected)
@@ -72,14 +72,14 @@ def count_arguments(text):
     return len(re.findall(r"%(?:arg)?\d", re.search(r"manual_computation\((.*?)\)", text)[1]))
 
 
-def test_the_compiled_program_is_that_of_jax_shard_map(pair):
+def test_compiled_program(pair):
     arrays, few, many = (pair[0], *(step.lower(pair[0]) for step in pair[1:]))
     arguments = [count_arguments(step.as_text()) for step in (few, many)]
     assert arguments == [5 + 2 * COUNT + 1, len(jax.tree.leaves(arrays))]  # scalars, keys and what is empty alone
     assert opcodes(few.compile().as_text()) == opcodes(many.compile().as_text())
 
 
-def test_results_that_differ_are_refused_by_their_paths():
+def test_results_that_differ():
     def differing(matrices):
         return {f"matrix {i}": x + lax.axis_index("data") for i, x in enumerate(matrices)}
 
