@@ -1,15 +1,18 @@
 """How long the library takes before it does anything: imports, --help, the first step of the main job, and compiling.
 
     python -m benchmarks.startup --json docs/data/startup.json
-    python -m benchmarks.startup --tensors 100,400,1200
+    python -m benchmarks.startup --tensors 100,400,1200,llama --repeats 3
 
 A time is that of a whole process, from its start to its end. With `--tensors`, it is the processor time, of all
 threads, in which a step with Adam and so many tensors of 64 x 64 is traced and compiled on 4 simulated devices, beside
 that of the same step under plain `jax.jit` on one; each in a process of its own, so that nothing is compiled before.
+"llama" are the 291 tensors of Llama 3 8B, by shapes alone. The processes take turns, and a ratio is the median of those
+of the turns.
 """
 
 import dataclasses
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -33,6 +36,8 @@ EXCHANGES = {
     "plump_dp": "jc.plump_dp()",
     "topk 99%": "jc.topk(0.99)",
     "powersgd 4": "jc.powersgd(4)",
+    "dct_dp 99%": "jc.dct_dp(0.99)",
+    "quant_dp 8": "jc.quant_dp(8)",
 }
 COMPILE = """
 import sys, time
@@ -40,8 +45,19 @@ import jax, jax.numpy as jnp, numpy as np, optax
 jax.config.update("jax_num_cpu_devices", 4)
 import jaxcomm as jc
 exchange = eval(sys.argv[1] or "None")
-params = {f"layer{i}": np.zeros((64, 64), np.float32) for i in range(int(sys.argv[2]))}
+if sys.argv[2] == "llama":
+    shapes = {"embed": (128256, 4096), "head": (4096, 128256), "norm": (4096,)}
+    layer = {"q": (4096, 4096), "k": (4096, 1024), "v": (4096, 1024), "o": (4096, 4096), "gate": (4096, 14336)}
+    layer |= {"up": (4096, 14336), "down": (14336, 4096), "norm1": (4096,), "norm2": (4096,)}
+    shapes |= {f"layer{i}": layer for i in range(32)}
+    kinds = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, np.float32), shapes, is_leaf=lambda s: isinstance(s, tuple))
+    make = jax.eval_shape
+else:
+    kinds = {f"layer{i}": np.zeros((64, 64), np.float32) for i in range(int(sys.argv[2]))}
+    make = lambda function, *args: function(*args)
 def loss_fn(params, batch):
+    if sys.argv[2] == "llama":
+        return sum(jnp.mean(jnp.tanh(tensor)) for tensor in jax.tree.leaves(params)) * jnp.mean(batch)
     for matrix in params.values():
         batch = jnp.tanh(batch @ matrix)
     return jnp.mean(batch**2)
@@ -52,10 +68,10 @@ def train_step(state, batch):
     return (optax.apply_updates(state[0], updates), new), loss
 begin = time.process_time()
 if exchange is None:
-    step, state = jax.jit(train_step, donate_argnums=0), (params, adam.init(params))
+    step, state = jax.jit(train_step, donate_argnums=0), (kinds, make(adam.init, kinds))
 else:
     step = jc.make_train_step(loss_fn, jc.chain(exchange, adam), jc.make_mesh(data=4))
-    state = step.init(params)
+    state = step.shapes(kinds) if make is jax.eval_shape else step.init(kinds)
 middle = time.process_time()
 step.lower(state, batch).compile()
 print(middle - begin, time.process_time() - middle)
@@ -68,9 +84,9 @@ class Config:
     """Time processes from their start to their end."""
 
     repeats: int = 5
-    """Processes of each command. The first does not count, as its files are read from disk."""
+    """Processes of each command. Without --tensors the first does not count, as its files are read from disk."""
     tensors: str = ""
-    """Compile steps of so many tensors; several numbers, separated by commas."""
+    """Compile steps of so many tensors, or of "llama"; several, separated by commas."""
     json: Path | None = None
     """File for the table, as a list of records."""
 
@@ -87,19 +103,21 @@ class Record:
 
 @dataclass(frozen=True)
 class Compiled:
-    """A step of many tensors, seconds of processor time."""
+    """A step of many tensors: medians, seconds of processor time."""
 
     exchange: str
-    tensors: int
+    tensors: str
     s_init: float
     s_compile: float
     ratio_to_plain_jit: float
+    ratio_min: float
+    ratio_max: float
 
 
 def main(config: Config) -> None:
     """Prints the tables, and writes one where asked."""
     if config.tensors:
-        rows = [dataclasses.asdict(record) for record in _compiled([int(n) for n in config.tensors.split(",")])]
+        rows = [dataclasses.asdict(record) for record in _compiled(config.tensors.split(","), config.repeats)]
         print_table("Seconds of processor time to make a state, and to trace and compile a step", rows)
         write_records(config.json, rows)
         return
@@ -117,14 +135,19 @@ def main(config: Config) -> None:
     write_records(config.json, rows)
 
 
-def _compiled(numbers: Sequence[int]) -> Iterator[Compiled]:
-    for tensors in numbers:
-        plain = 0.0
-        for name, exchange in EXCHANGES.items():
-            out = _run(["-c", COMPILE, exchange, str(tensors)], JAX_ENABLE_COMPILATION_CACHE="false")
-            init, compiling = map(float, out.split())
-            plain = plain or compiling
-            yield Compiled(name, tensors, init, compiling, compiling / plain)
+def _compiled(tensors: Sequence[str], repeats: int) -> Iterator[Compiled]:
+    for number in tensors:
+        turns = [{name: _seconds(exchange, number) for name, exchange in EXCHANGES.items()} for _ in range(repeats)]
+        for name in EXCHANGES:
+            init, seconds = (statistics.median(turn[name][i] for turn in turns) for i in range(2))
+            ratios = [turn[name][1] / turn["plain jit"][1] for turn in turns]
+            yield Compiled(name, number, init, seconds, statistics.median(ratios), min(ratios), max(ratios))
+
+
+def _seconds(exchange: str, tensors: str) -> list[float]:
+    """Returns the processor time to make a state, and to trace and compile a step."""
+    out = _run(["-c", COMPILE, exchange, tensors], JAX_ENABLE_COMPILATION_CACHE="false")
+    return list(map(float, out.split()))
 
 
 def _times(command: list[str], repeats: int) -> list[float]:

@@ -5,7 +5,7 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -65,11 +65,18 @@ class WorkerPlacement(Placement):
         state = TrainState(params, self.worker_tx.init(trained(params)), jnp.zeros((), jnp.int32), model_state)
         return make_local(state, self.axis_name)
 
-    def checked_shapes(self, params: Params, model_state: PyTree) -> TrainState:
-        """Returns the shapes of a worker's first state; refuses a state or chain that cannot be trained, and warns."""
+    def checked_shapes(
+        self, params: Params, model_state: PyTree, shapes_of: Callable[..., TrainState] | None = None
+    ) -> TrainState:
+        """Returns the shapes of a first state; refuses a state or chain that cannot be trained, and warns.
+
+        It is a worker's, unless `shapes_of` returns those of another.
+        """
         check_aliases(params)
-        init = in_axes_of_workers(self.worker_state, self.sizes, self.axis_name)
-        shapes = jax.eval_shape(init, params, model_state)
+        shapes_of = shapes_of or partial(
+            jax.eval_shape, in_axes_of_workers(self.worker_state, self.sizes, self.axis_name)
+        )
+        shapes = shapes_of(params, model_state)
         check_model_state(model_state, takes_counts=communication_period(shapes.opt_state) is None)
         check_axes(get_exchange(shapes.opt_state), self.axis_name)
         if not hasattr(self.tx, "links"):  # a jaxcomm.chain has checked itself
@@ -97,12 +104,14 @@ class Replicated(WorkerPlacement):
                     f"sharded over the workers, {sharding.spec} at {jax.tree_util.keystr(path)!r}. Shard it over an "
                     'axis of its own, make_mesh(data=2, fsdp=4) and P("fsdp"); or copy it to all devices.'
                 )
-        shapes, on_mesh = self.checked_shapes(params, model_state), partial(NamedSharding, self.mesh)
+        init, on_mesh = partial(_first_state, self), cache(partial(NamedSharding, self.mesh))
+        placed = place(jax.tree.map(jnp.asarray, (params, model_state)), on_mesh(P()))
+        # Of the function and the types of the call below, so that JAX traces them once.
+        shapes = self.checked_shapes(params, model_state, lambda *_: jax.eval_shape(init, *placed))
         # A program returns empty arrays as replicated, so they begin so.
         shardings = jax.tree.map(lambda leaf, spec: on_mesh(spec if leaf.size else P()), shapes, state_specs(shapes))
-        arrays = jax.tree.map(jnp.asarray, (params, model_state))
         # Not in a jax.shard_map, which takes XLA four times as long to compile where there are many tensors.
-        return jax.jit(partial(_first_state, self), out_shardings=shardings)(*place(arrays, on_mesh(P())))
+        return jax.jit(init, out_shardings=shardings)(*placed)
 
     def run(self, worker: Worker, state: TrainState, batch: Batch) -> tuple[TrainState, Any]:
         """Runs a worker's function on every device."""
