@@ -102,7 +102,7 @@ def numbers(option: str, text: str, kind: Callable[[str], Number] = int, least: 
         value = None
         with contextlib.suppress(ValueError):
             value = kind(word)
-        if value is None or value < least:
+        if value is None or not value >= least:
             bound = "" if least == -np.inf else f" of at least {least:g}"
             raise ValueError(f"{option} must be numbers{bound}, separated by commas; got {word!r}.")
         values.append(value)
