@@ -18,9 +18,16 @@ def imports_of(path):
             yield from (name.name for name in node.names)
 
 
+def modules_of(path):
+    return [node.module or "" for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+
+
 def test_imports_have_no_circle():
     files = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in ROOT.glob("benchmarks/**/*.py")}
     graph = {name: set(imports_of(path)) & files.keys() - {name} for name, path in files.items()}
+    packages = {name.rpartition(".")[0] for name in files}
+    modules = {name for path in files.values() for name in modules_of(path) if name.startswith("benchmarks")}
+    assert modules <= files.keys() | packages
     assert {"benchmarks.netlab", "benchmarks.trace"} == graph["benchmarks.harness"]
     assert set(graphlib.TopologicalSorter(graph).static_order()) == files.keys()  # raises CycleError
 
