@@ -1,4 +1,4 @@
-"""How good predictions are, by the libraries that papers use: AUC, log loss, top-k accuracy, BLEU."""
+"""How good predictions are, by the libraries that papers use: AUC, log loss, BLEU."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,35 +41,6 @@ def log_loss(labels: np.ndarray, logits: np.ndarray) -> float:
     """
     labels, logits = _check_clicks(labels, logits)
     return float(-np.mean(labels * log_expit(logits) + (1 - labels) * log_expit(-logits)))
-
-
-def top_k_accuracy(labels: np.ndarray, logits: np.ndarray, k: int) -> float:
-    """Returns the fraction of rows whose label is among the k classes of the highest logits.
-
-    By scikit-learn's `top_k_accuracy_score`.
-
-    Args:
-      labels: (n,) integers in [0, classes).
-      logits: (n, classes).
-      k: in [1, classes).
-
-    Raises:
-      ValueError: if shapes or k break the rules above, or a logit is not finite.
-    """
-    from sklearn.metrics import accuracy_score, top_k_accuracy_score
-
-    labels, logits = np.asarray(labels), np.asarray(logits)
-    if logits.ndim != 2 or labels.shape != logits.shape[:1] or not len(labels):
-        raise ValueError(f"labels must be (n,) and logits (n, classes), n > 0; got {labels.shape} and {logits.shape}.")
-    classes = logits.shape[1]
-    if not 1 <= k < classes:
-        raise ValueError(f"k must be in [1, {classes}), or every answer would be right; got {k}.")
-    _check_finite(logits)
-    if labels.min() < 0 or labels.max() >= classes:
-        raise ValueError(f"labels must be in [0, {classes}); got {labels.min()} to {labels.max()}.")
-    if k == 1:
-        return float(accuracy_score(labels, logits.argmax(axis=1)))
-    return float(top_k_accuracy_score(labels, logits, k=k, labels=np.arange(classes)))
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import sacrebleu
 from scipy.special import expit
 from sklearn import metrics
 
-from train.scores import auc, bleu, log_loss, top_k_accuracy
+from train.scores import auc, bleu, log_loss
 
 RNG = np.random.default_rng(0)
 LABELS = RNG.integers(0, 2, 200)
@@ -25,15 +25,6 @@ def test_log_loss():
     assert log_loss(LABELS, LOGITS) == pytest.approx(metrics.log_loss(LABELS, expit(LOGITS)), rel=1e-12)
     assert log_loss([0, 1], [0.0, 0.0]) == pytest.approx(np.log(2))
     assert log_loss([0, 1], [1000.0, 3.0]) == pytest.approx((1000 + np.log1p(np.exp(-3))) / 2)  # not clipped
-
-
-def test_top_k():
-    logits = np.array([[5, 4, 3, 2, 1, 0], [0, 1, 2, 3, 4, 5], [3, 9, 1, 2, 0, 4], [0, 0, 9, 1, 2, 3]], float)
-    labels = [0, 4, 0, 0]
-    assert top_k_accuracy(labels, logits, 1) == 0.25
-    assert top_k_accuracy(labels, logits, 2) == 0.5
-    assert top_k_accuracy(labels, logits, 3) == 0.75
-    assert top_k_accuracy([0, 1], np.array([[2.0, 1.0], [2.0, 1.0]]), 1) == 0.5
 
 
 def test_bleu_by_hand():
@@ -72,10 +63,6 @@ def test_punctuation_and_case():
         (auc, ([0, 1], [[0.1], [0.2]]), r"got \(2,\) and \(2, 1\)"),
         (log_loss, ([], []), r"n > 0; got \(0,\)"),
         (log_loss, ([0, 1], [0, np.inf]), "must be finite; got 1 of 2 that are not"),
-        (top_k_accuracy, ([0], [[1.0, 2.0, 3.0]], 3), r"k must be in \[1, 3\), .*; got 3"),
-        (top_k_accuracy, ([0, 1], [[1.0, 2.0, 3.0]], 1), r"got \(2,\) and \(1, 3\)"),
-        (top_k_accuracy, ([3], [[1.0, 2.0, 3.0]], 1), r"labels must be in \[0, 3\); got 3 to 3"),
-        (top_k_accuracy, ([0], [[np.nan, 2.0, 3.0]], 1), "must be finite; got 1 of 3 that are not"),
         (bleu, (["a"], ["a", "b"]), "got 1 translations and 2 references"),
         (bleu, ([], []), "got 0 translations"),
     ],

@@ -6,11 +6,11 @@ import numpy as np
 import optax
 import pytest
 from scipy.special import expit, log_softmax
+from sklearn.metrics import top_k_accuracy_score
 
 from tests.refusals import refused
 from tests.train.runs import CLICKS, IMAGES, TEXT, TRANSLATIONS
 from train.data import ImageInfo
-from train.scores import top_k_accuracy
 from train.tasks import Clicks, make_task
 
 MANY = ImageInfo("many", 60, 10, (8, 8, 1), 12)  # enough classes for a top-5
@@ -64,7 +64,7 @@ def test_scores_of_images():
         {
             "loss": entropies(LOGITS, LABELS).mean(),
             "accuracy": np.mean(LOGITS.argmax(axis=1) == LABELS),
-            "top5": top_k_accuracy(LABELS, LOGITS, 5),
+            "top5": top_k_accuracy_score(LABELS, LOGITS, k=5, labels=np.arange(12)),
         },
         rel=1e-5,
     )
@@ -74,7 +74,7 @@ def test_scores_of_images():
 def test_ties_of_the_top_5():
     logits = RNG.integers(0, 4, (ROWS, 12)).astype(np.float32)  # nearly every row has several
     rows = make_task(MANY, 0.0).rows(jnp.asarray(logits), BATCH)
-    assert np.mean(rows["in_top5"]) == top_k_accuracy(LABELS, logits, 5)
+    assert np.mean(rows["in_top5"]) == top_k_accuracy_score(LABELS, logits, k=5, labels=np.arange(12))
     # A model with equal logits for all classes is no better than chance.
     logits_task = make_task(MANY, 0.0).rows(jnp.zeros((12, 12)), {"label": jnp.arange(12)})
     assert np.asarray(logits_task["in_top5"]).tolist() == [False] * 7 + [True] * 5
