@@ -26,7 +26,6 @@ from jaxcomm.collectives import dense_mean
 from jaxcomm.collectives.axis import on_step_mesh
 from jaxcomm.exchange import SCOPE, exchange_states, is_exchange_state, lets_bypass
 from jaxcomm.foreign import nnx
-from jaxcomm.foreign.counts import COUNTED, Literals, differences, multiples
 from jaxcomm.foreign.keys import is_key, shared_keys, worker_keys
 from jaxcomm.order import check_frozen, check_states
 from jaxcomm.state import check_rows
@@ -34,6 +33,7 @@ from jaxcomm.steps.batch import check_batch, check_global, row_axes
 from jaxcomm.steps.mesh import check_axis, place
 from jaxcomm.steps.replicas import differing_replicas
 from jaxcomm.steps.replication import LINEAR, OTHER, Axes, by_scope, naming_axes, varying_axes
+from jaxcomm.steps.scaling import StepScaling
 from jaxcomm.steps.shard_map import shard_map
 from jaxcomm.steps.sharding import spec_axes
 from jaxcomm.traffic import Program, count_bytes
@@ -455,12 +455,12 @@ class DataParallel:
             if is_exchange or name.split("/")[0] in scalars:
                 inputs[i] |= {GIVEN if is_exchange else _follows(name)}
         varying = _varying_outputs(traced.jaxpr, inputs, frozenset(axes))
-        noted, places = list(about), jax.tree.leaves(jax.tree.map(lambda spec: len(spec) - 1, specs))
-        local = zip(jax.tree.leaves(_local_shapes(arrays, specs, workers)), places, strict=True)
-        local_rows = {x.shape[place] for x, place in local if place >= 0 and workers > 1} - {0}
-        shapes_alone = _local_shapes(arrays, (state.pick(_specs(spread_state)), [P()] * len(batch.arrays)), workers)
-        counts = _counts(traced.jaxpr, inputs, own_step, local_rows, shapes_alone, axes)
+        is_own = [spec != P() for spec in state.pick(_specs(spread_state))]  # as many rows as there are workers
+        has_rows = [spec != P() and not own for spec, own in zip(specs[0], is_own, strict=True)]
+        has_rows += [spec != P() for spec in specs[1]]
+        noted, scaling = list(about), StepScaling.of(own_step, traced, arrays, specs, has_rows, axes)
         about[:] = noted  # an only worker's outputs may be named otherwise
+        counts = [number.is_count for number in scaling.outputs] or [False] * len(about)
         is_summed = [False] * len(names)
         if (pattern := self._said["sum"]) is not None:
             differs = {
@@ -478,6 +478,8 @@ class DataParallel:
                 inputs[i] |= {LINEAR} if is_summed[i] else set()
             varying = _varying_outputs(traced.jaxpr, inputs, frozenset(axes))
         hows = self._hows(about, out.arrays, varying, scalars, counts)
+        pairs = zip(about, hows, strict=True)
+        scaling.check([leaf.name if how == "mean" and not leaf.said else "" for leaf, how in pairs])
         out_specs = [leaf.spec for leaf in about]
 
         def whole_step(own_state: list[Any], own_batch: list[Any]) -> list[Any]:
@@ -827,44 +829,7 @@ def _is_of_exchange(tree: Any) -> list[bool]:
 GIVEN, EXCHANGED = "(given to an exchange)", "(exchanged)"
 
 
-def _local_shapes(arrays: Any, specs: Any, workers: int) -> Any:
-    """Returns the shapes of a worker's own part of arrays."""
-
-    def local(x: Any, spec: P) -> jax.ShapeDtypeStruct:
-        shape = list(jnp.shape(x))
-        if spec != P():
-            shape[len(spec) - 1] //= workers
-        return jax.ShapeDtypeStruct(shape, jnp.result_type(x))
-
-    return jax.tree.map(local, arrays, specs)
-
-
-def _counts(
-    jaxpr: Any, inputs: list[Axes], step: Callable[..., Any], rows: set[int], shapes: Any, axes: tuple[str, ...]
-) -> list[bool]:
-    """Returns which outputs of a traced `shard_map`, the same on all workers, have numbers of a worker's rows in them.
-
-    Args:
-      jaxpr: the program.
-      inputs: the axes along which its inputs differ.
-      step: a worker's part of it.
-      rows: the numbers of a worker's rows.
-      shapes: the arguments of the step on an only worker.
-      axes: the axes of workers.
-    """
-    (eqn,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "shard_map"]
-    body = eqn.params["jaxpr"]
-
-    def follow(literals: Literals) -> list[bool]:
-        outputs = _varying_outputs(jaxpr, inputs, frozenset(axes), literals)
-        others = {*axes, EXCHANGED}
-        return [COUNTED in marks and not any(m in others or m[0] == "#" for m in marks) for marks in outputs]
-
-    suspects = follow(multiples(body, rows))
-    return follow(differences(body, step, shapes, axes)) if any(suspects) else suspects
-
-
-def _varying_outputs(jaxpr: Any, inputs: list[Axes], axes: Axes, literals: Literals | None = None) -> list[Axes]:
+def _varying_outputs(jaxpr: Any, inputs: list[Axes], axes: Axes) -> list[Axes]:
     """Returns the axes, and marks, of the outputs of a traced `shard_map`.
 
     Collectives inside a loss (SyncBN, a contrastive loss, counts of valid tokens) are right: untracked, the gradient is
@@ -900,7 +865,7 @@ def _varying_outputs(jaxpr: Any, inputs: list[Axes], axes: Axes, literals: Liter
         reduces = any(in_axes & axes for in_axes in ins)  # not what is the same on all workers
         return [in_axes | {marks[id(eqn)]} for in_axes in out] if reduces else out
 
-    output_axes = varying_axes(body, [axes_of_input.get(v, frozenset()) for v in eqn.invars], see, literals)
+    output_axes = varying_axes(body, [axes_of_input.get(v, frozenset()) for v in eqn.invars], see)
     differ = sum(size for size, names in sizes.values() if names & axes)
     reduced = [
         (size, names & reductions.keys())

@@ -14,6 +14,7 @@ from jaxcomm.collectives.axis import AxisName, axis_names, is_bound, to_varying,
 from jaxcomm.kernels.numerics import widened
 from jaxcomm.state import is_averaged, trained, with_untrained
 from jaxcomm.steps.batch import Batch
+from jaxcomm.steps.scaling import Scaling, is_quotient, scalings, warn_of_weights
 from jaxcomm.types import ExchangeMetrics
 
 LossFn = Callable[..., Any]
@@ -40,7 +41,7 @@ class Scalars(NamedTuple):
           ValueError: for both patterns.
         """
         matches = [how for how in ("sum", "max") if (pattern := getattr(self, how)) and re.search(pattern, name)]
-        if name == "loss" or not matches:
+        if not matches:
             return "mean"
         if len(matches) > 1:
             raise ValueError(
@@ -69,16 +70,77 @@ class Scalars(NamedTuple):
           ValueError: naming the scalars.
         """
         for reduction, pattern in (("sum", self.sum), ("max", self.max)):
-            if pattern is not None and not any(re.search(pattern, name) for name in scalars):
+            if pattern is not None and not any(re.search(pattern, name) for name in ("loss", *scalars)):
                 raise ValueError(
                     f"{reduction}= must be a regular expression that finds a scalar of the loss; got {pattern!r} for "
                     f"{list(scalars)}. Leave it out, or return the scalar beside the loss, with has_aux=True."
                 )
+        if self.of("loss") == "max":
+            raise ValueError(
+                f"A loss must be a mean or a sum over rows; got max={self.max!r}, which finds 'loss'. Narrow it."
+            )
 
-    def checked(self, scalars: Mapping[str, Any], axis_name: AxisName) -> dict[str, jax.Array]:
-        """Returns the scalars of a loss by `of_all`; refuses a pattern that finds none, see `check`."""
+    def checked(self, value: Any, scalars: Mapping[str, Any], axis_name: AxisName) -> Any:
+        """Returns a loss and its scalars by `of_all`; refuses a pattern that finds none, see `check`."""
         self.check(scalars)
-        return {name: self.of_all(name, scalar, axis_name) for name, scalar in scalars.items()}
+        value = self.of_all("loss", value, axis_name) if self.of("loss") == "sum" else value
+        return value, {name: self.of_all(name, scalar, axis_name) for name, scalar in scalars.items()}
+
+    def check_scaling(self, function: Callable[[list[Any]], Any], rows: list[Any], axis_name: AxisName) -> None:
+        """Refuses a loss or a scalar whose mean over workers and micro-batches is not its value for all rows.
+
+        Where that depends on the rows, it warns. Nothing is computed: the function is traced twice, see `scalings`.
+
+        Args:
+          function: of a worker's rows of a micro-batch; returns (loss, scalars, new model state), as the user's does.
+          rows: the arrays (rows, ...).
+          axis_name: the axis of workers, or the axes.
+
+        Raises:
+          ValueError: naming what is a sum or a maximum, and is not named as such; or a loss that is named as a sum and
+            is a mean.
+        """
+        names = [axis for axis in axis_names(axis_name) if is_bound(axis)]
+        parts = self.micro_batches * (lax.axis_size(tuple(names)) if names else 1)
+        numbers = scalings(function, rows, parts) if parts > 1 and rows else None
+        if numbers is None:
+            return
+        loss, scalars, model_state = numbers
+        if loss.power == 1 and self.of("loss") == "mean":
+            raise ValueError(
+                "A loss must be a mean over rows, of which the step takes the mean over workers and micro-batches; got "
+                f"a sum, of which loss and gradient would be 1/{parts} of those on one device. Take its mean; or "
+                'pass sum="loss", for the sum over all rows, also where it is divided by a number of all rows.'
+            )
+        if loss.is_extreme:
+            raise ValueError(
+                "A loss must be a mean or a sum over rows; got an extreme of a worker's rows, of which the step "
+                "would take the mean. Take it of all rows: jax.lax.all_gather(losses, axis, tiled=True).max()."
+            )
+        if loss.power == 0 and loss.is_own and self.of("loss") == "sum":
+            raise ValueError(
+                f"sum= must name sums over rows; got {self.sum!r}, which finds the loss, a mean. Narrow the pattern."
+            )
+        for name, scalar in scalars.items():
+            if self.of(name) == "mean" and (scalar.power == 1 or scalar.is_extreme):
+                how = "max" if scalar.is_extreme else "sum"
+                raise ValueError(
+                    "A scalar of a loss must be a mean over rows, or be named by sum= or max=; got "
+                    f"{'an extreme' if scalar.is_extreme else 'a sum'} for {name!r}, of which the step would take the "
+                    f"mean over workers and micro-batches. Pass {how}={re.escape(name)!r}"
+                    f"{' (of a minimum: return its negative)' * scalar.is_extreme}, or return its mean."
+                )
+        leaves = jax.tree_util.tree_leaves_with_path(model_state, is_leaf=lambda node: isinstance(node, Scaling))
+        for path, number in leaves:
+            if number.power == 1 or number.is_extreme:
+                raise ValueError(
+                    "A model's state must be of means over rows, since it is averaged over the workers; got "
+                    f"{'an extreme' if number.is_extreme else 'a sum'} at {jax.tree_util.keystr(path)!r}. Take it of "
+                    f"all rows: jax.lax.{'pmax' if number.is_extreme else 'psum'}(x, axis) in the loss."
+                )
+        weighted = [name for name, number in {"loss": loss, **scalars}.items() if is_quotient(number)]
+        if weighted:
+            warn_of_weights(weighted)
 
     def of_all(self, name: str, value: Any, axis_name: AxisName) -> jax.Array:
         """Returns what is the sum or the mean if it is averaged over micro-batches and workers; a worker's own maximum.
@@ -103,9 +165,9 @@ def loss_of(
     loss_fn: LossFn, has_aux: bool, has_state: bool, axis_name: AxisName, kinds: Scalars | None = None
 ) -> LossFn:
     """Wraps any loss as (params, model_state, batch) -> (loss, (scalars, new model_state))."""
-    kinds = Scalars() if kinds is None else kinds
+    kinds, has_known_scaling = Scalars() if kinds is None else kinds, False
 
-    def loss(params: Any, model_state: Any, batch: Any) -> tuple[jax.Array, tuple[dict[str, jax.Array], Any]]:
+    def parts(params: Any, model_state: Any, batch: Any) -> tuple[Any, dict[str, Any], Any]:
         args = (params, model_state, batch) if has_state else (params, batch)
         if isinstance(batch, Batch):
             keys = () if batch.key is None else (jax.random.fold_in(batch.key, lax.axis_index(axis_name)),)
@@ -136,7 +198,18 @@ def loss_of(
                     "numbers of rows (logits, losses of rows) out of a step of your own, by "
                     "jaxcomm.data_parallel(rows=)."
                 )
-        return value, (kinds.checked(scalars, axis_name), model_state)
+        return value, scalars, model_state
+
+    def loss(params: Any, model_state: Any, batch: Any) -> tuple[jax.Array, tuple[dict[str, jax.Array], Any]]:
+        nonlocal has_known_scaling
+        value, scalars, new_state = parts(params, model_state, batch)
+        value, scalars = kinds.checked(value, scalars, axis_name)
+        if isinstance(batch, Batch) and not has_known_scaling:
+            kinds.check_scaling(
+                lambda rows: parts(params, model_state, replace(batch, rows=rows)), batch.rows, axis_name
+            )
+            has_known_scaling = True
+        return value, (scalars, new_state)
 
     return loss
 

@@ -111,7 +111,8 @@ def make_train_step(
         dict of scalars, which may be empty, whatever `has_aux` says. The new state has the structure, shapes and types
         of the old.
       sum: a regular expression of the names of scalars that are sums over rows (right answers, counts): the metric is
-        the sum over all workers and micro-batches, as float32.
+        the sum over all workers and micro-batches, as float32. If it finds "loss", the loss is a sum over rows, and so
+        is its gradient.
       max: the same for maxima; each is an all-reduce. Not with a `Pipeline`.
       accumulate: micro-batches that a worker takes one after another, with one exchange of their mean gradient, and
         memory for the activations of one. Each starts with the model state left by the previous one.
@@ -143,10 +144,11 @@ def make_train_step(
       ValueError: if the mesh lacks an axis, or has others over which no parameter is sharded; for specs that do not fit
         the parameters or the mesh; for lookups of anything but a sharded table, or with an optimizer whose updates of a
         row do not add up; for a process's own arrays in a batch, where there are several processes; at trace time, if
-        the batch does not divide, or its arrays have different numbers of rows; for a model state that `loss_fn` does
-        not take, returns in another shape, or that is not of floats; for a loss that differs along other axes; and if
-        the loss uses a parameter whose gradient bypasses the exchange other than by `late_multiply` or
-        `layers.late_lookup`.
+        the batch does not divide, or its arrays have different numbers of rows; for a loss or a scalar that is a sum
+        over rows, or an extreme of them, and is not named so (for a quotient of sums over a worker's rows it warns);
+        for a model state that `loss_fn` does not take, returns in another shape, or that is not of floats; for a loss
+        that differs along other axes; and if the loss uses a parameter whose gradient bypasses the exchange other than
+        by `late_multiply` or `layers.late_lookup`.
     """
     settings = StepSettings(
         axis_name=axis_name_of(tx) if axis_name is None else axis_name,

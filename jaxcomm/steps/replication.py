@@ -6,7 +6,7 @@ replicated.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -95,9 +95,7 @@ def naming_axes(mesh: Mesh) -> Iterator[None]:
 LINEAR, OTHER = "(linear)", "(other)"
 
 
-def varying_axes(
-    jaxpr: Any, inputs: Sequence[Axes], see: See | None = None, literals: Mapping[int, Axes] | None = None
-) -> list[Axes]:
+def varying_axes(jaxpr: Any, inputs: Sequence[Axes], see: See | None = None) -> list[Axes]:
     """Returns the axes along which each output of a traced program may differ.
 
     A mutable reference differs from its first write of a value that differs on. References of one type may be the same.
@@ -106,9 +104,8 @@ def varying_axes(
       jaxpr: the program that a worker runs.
       inputs: the axes along which each input differs. LINEAR among them is followed as well.
       see: is given every equation, the axes of its inputs and those of its outputs, and returns the latter.
-      literals: marks of numbers in the program, by their ids.
     """
-    walk = _Walk(see, literals)
+    walk = _Walk(see)
     while True:  # a reference may be read before the turn of a loop that writes to it
         before = dict(walk.memory)
         out_axes = walk.axes_of(jaxpr, inputs)
@@ -119,20 +116,16 @@ def varying_axes(
 class _Walk:
     """The walk of `varying_axes`: what is known of references, and along which axes the present branch differs."""
 
-    def __init__(self, see: See | None = None, literals: Mapping[int, Axes] | None = None):
+    def __init__(self, see: See | None = None):
         self.memory: dict[str, Axes] = {}
         self.branch = frozenset[str]()
         self.see = see
-        self.literals = literals or {}
 
     def axes_of(self, jaxpr: Any, inputs: Sequence[Axes]) -> list[Axes]:
         axes_of_var: dict[Any, Axes] = dict(zip(jaxpr.invars, inputs, strict=True))
 
         def read(variables: Sequence[Any]) -> list[Axes]:
-            return [
-                self.literals.get(id(v), frozenset()) if hasattr(v, "val") else axes_of_var.get(v, frozenset())
-                for v in variables
-            ]
+            return [frozenset() if hasattr(v, "val") else axes_of_var.get(v, frozenset()) for v in variables]
 
         for eqn in jaxpr.eqns:
             ins = read(eqn.invars)

@@ -48,7 +48,10 @@ def pipeline_step(
 
     def loss(x: Any, batch: PyTree) -> Any:
         value, scalars = loss_fn(x, batch)
-        return value, settings.kinds.checked(scalars, settings.axis_name)
+        checked = settings.kinds.checked(value, scalars, settings.axis_name)
+        leaves, treedef = jax.tree.flatten((x, batch))
+        settings.kinds.check_scaling(lambda rows: (*loss_fn(*treedef.unflatten(rows)), ()), leaves, settings.axis_name)
+        return checked
 
     placement = Staged(replace(pipeline, loss_fn=loss), tx, mesh, settings.axis_name)
     return TrainStep(

@@ -16,7 +16,7 @@ from train.checkpoints import Checkpoints
 
 K, ROWS, BAD_STEP = 4, 8, 2
 PARAMS = {"w": np.arange(10, dtype=np.float32).reshape(5, 2) / 10}
-START = {"mean": jnp.zeros(5), "spread": {"largest": jnp.ones((), jnp.bfloat16)}}
+START = {"mean": jnp.zeros(5), "spread": {"size": jnp.ones((), jnp.bfloat16)}}
 GRADIENTS = optax.chain(jc.dct_dp(0.5, dense_below=0), optax.sgd(0.1))
 LOCAL = {
     "slim_dp": optax.chain(optax.sgd(0.1), jc.slim_dp(0.3, 0.15)),
@@ -35,10 +35,10 @@ def loss_fn(params, model_state, batch):
     """A linear model of the input minus the running mean."""
     new = {
         "mean": 0.75 * model_state["mean"] + 0.25 * batch.mean(0),
-        "spread": {"largest": jnp.max(batch).astype(jnp.bfloat16)},
+        "spread": {"size": jnp.abs(batch).mean().astype(jnp.bfloat16)},
     }
     outputs = (batch - model_state["mean"]) @ params["w"]
-    return jnp.mean(outputs**2), ({"largest": jnp.max(batch)}, new)
+    return jnp.mean(outputs**2), ({"size": jnp.abs(batch).mean()}, new)
 
 
 def on_mesh(tx, **options):
@@ -62,8 +62,8 @@ def on_one_device(steps):
     params, model_state, losses = PARAMS, START, []
     for batch in steps:
         (loss, (_, new)), gradients = jax.value_and_grad(loss_fn, has_aux=True)(params, model_state, batch)
-        largest = np.mean([part.max().astype(jnp.bfloat16).astype(np.float32) for part in np.split(batch, K)])
-        model_state = {"mean": new["mean"], "spread": {"largest": largest.astype(jnp.bfloat16)}}
+        size = np.mean([np.abs(part).mean().astype(jnp.bfloat16).astype(np.float32) for part in np.split(batch, K)])
+        model_state = {"mean": new["mean"], "spread": {"size": size.astype(jnp.bfloat16)}}
         params = jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
         losses.append(loss)
     return params, model_state, losses
@@ -80,10 +80,10 @@ def test_workers_are_one_device(place):
     for batch in batches():
         state, metrics = step(state, batch)
         losses.append(metrics["loss"])
-        np.testing.assert_allclose(metrics["largest"], np.mean([part.max() for part in np.split(batch, K)]), rtol=1e-6)
+        np.testing.assert_allclose(metrics["size"], np.abs(batch).mean(), rtol=1e-6)
     params, model_state, expected = on_one_device(batches())
     assert_close([state.params, state.model_state, losses], [params, model_state, expected])
-    assert state.model_state["spread"]["largest"].dtype == jnp.bfloat16
+    assert state.model_state["spread"]["size"].dtype == jnp.bfloat16
     assert np.abs(state.model_state["mean"]).min() > 0
 
 
@@ -127,7 +127,7 @@ def test_bytes(tx):
     batch = next(batches())
     predicted = jc.accounting.step_report(step, state, batch, params=PARAMS, workers=K).program
     compiled = read_program(step.lower(state, batch).compile().as_text())
-    scalars = Traffic("all_reduce", 4 * (2 + 5 + 1), K)  # loss, largest; mean, largest
+    scalars = Traffic("all_reduce", 4 * (2 + 5 + 1), K)  # loss, size; mean, size
     if tx is LOCAL["local_sgd"]:
         assert not predicted.always
         assert predicted.received == compiled.received == jc.wire_report(tx, PARAMS, K).program.received

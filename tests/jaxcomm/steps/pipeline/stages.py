@@ -35,7 +35,7 @@ def layer(index: int, params: Any, mean: Any, x: Any, batch: Any) -> tuple[jax.A
 
 def loss_fn(x: jax.Array, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
     error = x[:, :3] - batch["y"]
-    return jnp.mean(error**2), {"error": jnp.mean(jnp.abs(error)), "rows": jnp.float32(len(x))}
+    return jnp.mean(error**2), {"error": jnp.mean(jnp.abs(error)), "bias": jnp.mean(error)}
 
 
 def params_of(widths: Sequence[int] = WIDTHS) -> list[Any]:

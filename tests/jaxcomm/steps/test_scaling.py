@@ -1,0 +1,282 @@
+"""Losses that are no mean over rows: a sum is refused or summed, a quotient of local sums warns."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxcomm as jc
+from jaxcomm.steps.scaling import scalings
+from tests.marks import slow_except
+
+K, ROWS = 4, 8
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(ROWS, 4)).astype(np.float32)
+LABELS = np.arange(ROWS) % 3
+VALID = (np.arange(ROWS) % 4 < 3).astype(np.float32)
+WEIGHTS = RNG.normal(size=(4, 3)).astype(np.float32)
+
+
+def cross_entropy(x, labels):
+    return optax.softmax_cross_entropy_with_integer_labels(jnp.tanh(x @ WEIGHTS), labels)
+
+
+def normalized(x):
+    z = x @ WEIGHTS
+    return jnp.square((z - z.mean(0)) / jnp.sqrt(z.var(0) + 1e-2) + 1)
+
+
+def recurrent(x):
+    def cell(carry, time):
+        carry = jnp.tanh(carry + x @ WEIGHTS + time)
+        return carry, carry
+
+    return jnp.square(jax.lax.scan(cell, jnp.zeros((len(x), 3)), jnp.arange(5.0))[1])
+
+
+def in_chunks(x, labels):
+    parts = x.reshape(2, -1, 4), labels.reshape(2, -1)
+    return jax.lax.map(lambda part: cross_entropy(*part).mean(), parts).mean()
+
+
+def adapted(x):
+    inner = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(WEIGHTS)
+    return jnp.mean((x @ (WEIGHTS - 0.1 * inner)) ** 2)
+
+
+# The loss; by which power of 2 it grows with twice the rows; None if the walk must not say more than it can prove.
+LOSSES = {
+    "mean": (lambda x, y, v: cross_entropy(x, y).mean(), 0),
+    "sum": (lambda x, y, v: cross_entropy(x, y).sum(), 1),
+    "sum over the rows of all": (lambda x, y, v: cross_entropy(x, y).sum() / (K * ROWS), 1),
+    "sum over len": (lambda x, y, v: cross_entropy(x, y).sum() / len(x), 0),
+    "features' mean, rows' sum": (lambda x, y, v: jnp.square(x).mean(-1).sum(), 1),
+    "sum and penalty": (lambda x, y, v: cross_entropy(x, y).sum() + 0 * jnp.sum(WEIGHTS**2), 1),
+    "dot": (lambda x, y, v: jnp.vdot(cross_entropy(x, y), v), 1),
+    "einsum": (lambda x, y, v: jnp.einsum("bi,bi->", x, x) / len(x), 0),
+    "one row's function": (lambda x, y, v: jax.vmap(lambda a, b: cross_entropy(a, b))(x, y).mean(), 0),
+    "batch normalisation, mean": (lambda x, y, v: normalized(x).mean(), 0),
+    "batch normalisation, sum": (lambda x, y, v: normalized(x).sum(), 1),
+    "recurrent, mean": (lambda x, y, v: recurrent(x).mean(), 0),
+    "recurrent, sum": (lambda x, y, v: recurrent(x).sum(), 1),
+    "rematerialised": (lambda x, y, v: jax.checkpoint(lambda x: cross_entropy(x, y).mean())(x), 0),
+    "chunks": (lambda x, y, v: in_chunks(x, y), None),  # twice the rows are other chunks
+    "inner gradient": (lambda x, y, v: adapted(x), 0),
+    "convolution": (lambda x, y, v: jnp.mean(jax.lax.conv(x[:, None], jnp.ones((3, 1, 2)), (1,), "SAME")), 0),
+    "focal, sum": (lambda x, y, v: optax.sigmoid_focal_loss(x, x > 0).sum(), 1),
+    "count": (lambda x, y, v: (x > 0).sum(), 1),
+    "accuracy": (lambda x, y, v: (jnp.argmax(x, -1) == y).mean(), 0),
+    "root of a mean": (lambda x, y, v: jnp.sqrt(jnp.mean(x**2)), 0),
+    "largest": (lambda x, y, v: cross_entropy(x, y).max(), 0),
+    "tokens": (lambda x, y, v: (cross_entropy(x, y) * v).sum() / jnp.maximum(v.sum(), 1), 0),
+    "where": (lambda x, y, v: jnp.mean(cross_entropy(x, y), where=v > 0), 0),
+    "average": (lambda x, y, v: jnp.average(cross_entropy(x, y), weights=v), 0),
+}
+QUOTIENTS, EXTREMES = {"tokens", "where", "average"}, {"largest"}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_twice_the_rows(name):
+    loss, power = LOSSES[name]
+    rows = [jnp.asarray(part) for part in (X, LABELS, VALID)]
+    number = scalings(lambda rows: loss(*rows), rows, K)
+    assert number.is_own
+    if power is not None:
+        assert number.power == power
+        doubled = [jnp.concatenate([part, part]) for part in rows]
+        np.testing.assert_allclose(loss(*doubled), 2.0**power * loss(*rows), rtol=1e-5)
+    assert number.is_weighted == (name in QUOTIENTS)
+    assert number.is_extreme == (name in EXTREMES)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda rows: jax.nn.logsumexp(rows[0]),
+        lambda rows: jnp.linalg.norm(rows[0]),
+        lambda rows: -jax.nn.log_softmax(rows[0] @ rows[0].T).diagonal().mean(),
+        lambda rows: jax.lax.fori_loop(0, len(rows[0]), lambda i, s: s + rows[0][i].sum(), 0.0),
+    ],
+    ids=["logsumexp", "norm", "contrastive", "loop"],
+)
+def test_no_more_is_said_than_is_known(loss):
+    assert math.isnan(scalings(loss, [jnp.asarray(X)], K).power)
+
+
+def test_rows_fixed_in_the_code():
+    assert scalings(lambda rows: rows[0].reshape(ROWS, 2, 2).sum(), [jnp.asarray(X)], K) is None
+
+
+PARAMS = {"w": np.ones(4, np.float32), "b": np.float32(0)}
+BATCH = {"x": RNG.normal(size=(16, 4)).astype(np.float32), "y": RNG.normal(size=16).astype(np.float32)}
+TX = optax.sgd(0.01)
+
+
+def squares(params, batch):
+    return (batch["x"] @ params["w"] + params["b"] - batch["y"]) ** 2
+
+
+def summed(params, batch):
+    return squares(params, batch).sum() / 16
+
+
+def with_metrics(params, batch):
+    losses = squares(params, batch)
+    return losses.mean(), {"large": jnp.float32(1) * (losses > 1).sum(), "worst": losses.max()}
+
+
+def after(loss, params=PARAMS, batch=BATCH):
+    """One device."""
+    value, gradients = jax.value_and_grad(loss)(params, batch)
+    updates, _ = TX.update(gradients, TX.init(params), params)
+    return value, optax.apply_updates(params, updates)
+
+
+def steps_of(loss, **options):
+    chain = jc.chain(jc.plump_dp(), TX)
+    return {
+        "mesh": lambda: jc.make_train_step(loss, chain, jc.make_mesh(data=K), **options),
+        "simulated": lambda: jc.simulate(loss, chain, K, **options),
+        "accumulated": lambda: jc.make_train_step(loss, chain, jc.make_mesh(data=2), accumulate=2, **options),
+        "sharded": lambda: jc.make_train_step(
+            loss, chain, jc.make_mesh(data=2, fsdp=2), specs=jax.P(), auto=("fsdp",), **options
+        ),
+    }
+
+
+@pytest.mark.parametrize("kind", slow_except(["mesh", "simulated", "accumulated", "sharded"], "simulated", "mesh"))
+def test_a_sum(kind):
+    step = steps_of(summed)[kind]()
+    state = step.init(PARAMS)
+    with pytest.raises(ValueError, match=r"got a sum, of which loss and gradient would be 1/[24] .* pass sum=\"loss\""):
+        step(state, BATCH)
+    step = steps_of(summed, sum="^loss$")[kind]()
+    state, metrics = step(step.init(PARAMS), BATCH)
+    value, params = after(summed)
+    np.testing.assert_allclose(metrics["loss"], value, rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), step.params(state), params)
+
+
+def test_a_mean_that_is_named_a_sum():
+    step = jc.simulate(lambda p, b: squares(p, b).mean(), jc.chain(jc.plump_dp(), TX), K, sum="loss")
+    with pytest.raises(ValueError, match="got 'loss', which finds the loss, a mean"):
+        step(step.init(PARAMS), BATCH)
+
+
+def test_a_largest():
+    def gathered(params, batch):
+        return jax.lax.all_gather(squares(params, batch), "data", tiled=True).max()
+
+    step = jc.simulate(lambda p, b: squares(p, b).max(), jc.chain(jc.plump_dp(), TX), K)
+    with pytest.raises(ValueError, match=r"got an extreme .* jax.lax.all_gather\(losses, axis, tiled=True\).max\(\)"):
+        step(step.init(PARAMS), BATCH)
+    step = jc.make_train_step(gathered, jc.chain(jc.plump_dp(), TX), jc.make_mesh(data=K))
+    state, metrics = step(step.init(PARAMS), BATCH)
+    value, params = after(lambda p, b: squares(p, b).max())
+    np.testing.assert_allclose(metrics["loss"], value, rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), step.params(state), params)
+
+
+def test_one_worker_takes_any_loss():
+    step = jc.simulate(summed, jc.chain(jc.plump_dp(), TX), 1)
+    np.testing.assert_allclose(step(step.init(PARAMS), BATCH)[1]["loss"], after(summed)[0], rtol=1e-6)
+
+
+def test_metrics_of_a_loss():
+    def run(**options):
+        step = jc.simulate(with_metrics, jc.chain(jc.plump_dp(), TX), K, has_aux=True, **options)
+        return step(step.init(PARAMS), BATCH)[1]
+
+    with pytest.raises(ValueError, match=r"got a sum for 'large'.* Pass sum='large'"):
+        run()
+    with pytest.raises(ValueError, match=r"got an extreme for 'worst'.* Pass max='worst'"):
+        run(sum="large")
+    metrics, (_, expected) = run(sum="large", max="worst"), with_metrics(PARAMS, BATCH)
+    assert {name: float(metrics[name]) for name in expected} == {
+        k: pytest.approx(float(v)) for k, v in expected.items()
+    }
+
+
+@pytest.mark.parametrize("reduction", ["sum", "max"])
+def test_model_states(reduction):
+    """A codebook's counts, a history of maxima: of all workers' rows, by a collective in the loss."""
+
+    def loss(params, model_state, batch, axis=None):
+        new = getattr(jnp, reduction)(jnp.round(batch["x"]), 0)
+        if axis is not None:
+            new = getattr(jax.lax, f"p{reduction}")(new, axis)
+        return squares(params, batch).mean(), ({}, 0.9 * model_state + new)
+
+    step = jc.simulate(loss, jc.chain(jc.plump_dp(), TX), K, has_state=True)
+    state = step.init(PARAMS, jnp.ones(4))
+    with pytest.raises(ValueError, match=rf"A model's state must be of means.* jax.lax.p{reduction}\(x, axis\)"):
+        step(state, BATCH)
+    step = jc.simulate(functools.partial(loss, axis="data"), jc.chain(jc.plump_dp(), TX), K, has_state=True)
+    state, _ = step(step.init(PARAMS, jnp.ones(4)), BATCH)
+    np.testing.assert_allclose(step.model_state(state), loss(PARAMS, np.ones(4), BATCH)[1][1], rtol=1e-6)
+
+
+def test_a_quotient_warns():
+    def tokens(params, batch):
+        return (squares(params, batch) * batch["valid"]).sum() / batch["valid"].sum()
+
+    batch = BATCH | {"valid": (np.arange(16) % 5 > 0).astype(np.float32)}
+    step = jc.simulate(tokens, jc.chain(jc.plump_dp(), TX), K)
+    state = step.init(PARAMS)
+    with pytest.warns(UserWarning, match="loss: divided by a sum over a worker's own rows"):
+        step(state, batch)
+
+    def right(params, batch):
+        return (squares(params, batch) * batch["valid"]).sum() / jax.lax.pmean(batch["valid"].sum(), "data")
+
+    step = jc.simulate(right, jc.chain(jc.plump_dp(), TX), K)
+    np.testing.assert_allclose(step(step.init(PARAMS), batch)[1]["loss"], tokens(PARAMS, batch), rtol=1e-6)
+
+
+def foreign(loss, has_metrics=False):
+    chain = jc.chain(jc.plump_dp(), TX)
+
+    def train_step(state, batch):
+        params, opt_state = state
+        out, gradients = jax.value_and_grad(loss, has_aux=has_metrics)(params, batch)
+        updates, opt_state = chain.update(gradients, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), out
+
+    return train_step, (PARAMS, chain.init(PARAMS))
+
+
+def test_a_sum_in_a_foreign_step():
+    train_step, state = foreign(summed)
+    mesh = jc.make_mesh(data=K)
+    with pytest.raises(ValueError, match=r"the gradient of a sum, .* 1/4 .* jax.lax.psum\(losses.sum"):
+        jc.data_parallel(train_step, mesh)(state, BATCH)
+    train_step, state = foreign(lambda p, b: jax.lax.psum(squares(p, b).sum(), "data") / 16)
+    (params, _), value = jc.data_parallel(train_step, mesh)(state, BATCH)
+    expected = after(summed)
+    np.testing.assert_allclose(value, expected[0], rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), params, expected[1])
+
+
+def test_metrics_of_a_foreign_step():
+    train_step, state = foreign(with_metrics, has_metrics=True)
+    mesh = jc.make_mesh(data=K)
+    with pytest.raises(ValueError, match=r"got a sum at '1/1/large'. Pass sum="):
+        jc.data_parallel(train_step, mesh)(state, BATCH)
+    _, (_, metrics) = jc.data_parallel(train_step, mesh, sum="large", max="worst")(state, BATCH)
+    expected = with_metrics(PARAMS, BATCH)[1]
+    assert {name: float(metrics[name]) for name in expected} == {
+        k: pytest.approx(float(v)) for k, v in expected.items()
+    }
+    _, (_, metrics) = jc.data_parallel(train_step, mesh, mean="large|worst")(state, BATCH)  # said, so taken
+    assert float(metrics["large"]) == pytest.approx(float(expected["large"]) / K)
+
+
+def test_a_quotient_in_a_foreign_step_warns():
+    train_step, state = foreign(lambda p, b: jnp.average(squares(p, b), weights=b["valid"]))
+    batch = BATCH | {"valid": (np.arange(16) % 5 > 0).astype(np.float32)}
+    with pytest.warns(UserWarning, match="gradients, 1: divided by a sum over a worker's own rows"):
+        jc.data_parallel(train_step, jc.make_mesh(data=K))(state, batch)
