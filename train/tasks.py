@@ -116,11 +116,12 @@ class Translation:
         self.label_smoothing = label_smoothing
 
     def loss(self, output: Any, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, Scalars]:
-        """Returns the mean loss per position, and the accuracy over tokens."""
+        """Returns the mean loss per position, and the mean over the rows of their accuracies."""
         losses, _, _ = smoothed_losses(output, batch["target"], self.label_smoothing)
         labels = batch["target"][:, 1:]
         right, real = self._right(output, labels)
-        return losses.sum() / labels.size, {"accuracy": right.sum() / jnp.maximum(real.sum(), 1)}
+        accuracies = right.sum(axis=1) / jnp.maximum(real.sum(axis=1), 1)
+        return losses.sum() / labels.size, {"accuracy": accuracies.mean()}
 
     def rows(self, output: Any, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """Returns every row's cross entropy, number of right tokens, and number of tokens."""
