@@ -35,10 +35,15 @@ class Config:
 
 
 def main(config: Config) -> None:
-    """Rewrites the files, and prints every number that changes."""
+    """Prepares the devices of pipelines, and rewrites the files."""
     from train.processes import prepare_jax
 
     prepare_jax(6)
+    rewrite(config)
+
+
+def rewrite(config: Config) -> None:
+    """Rewrites the files, and prints every number that changes."""
     for path in config.files:
         text = path.read_text()
         records = json.loads(text)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import density
-from benchmarks.wire_bytes import Config, current, main
+from benchmarks.wire_bytes import Config, current, rewrite
 
 
 def test_dense_bytes_by_hand_and_measurements_stay(tmp_path, capsys):
@@ -19,7 +19,7 @@ def test_dense_bytes_by_hand_and_measurements_stay(tmp_path, capsys):
     ]
     path = tmp_path / "records.json"
     path.write_text("[\n" + ",\n".join(json.dumps(record) for record in records) + "\n]\n")
-    main(Config((path,)))
+    rewrite(Config((path,)))
     sizes = [2 * 3 / 4 * 4 * 8192, 2 * 3 / 4 * 4 * 4096]
     expected = [record | {"bytes_predicted": size} for record, size in zip(records[:2], sizes, strict=True)]
     assert [json.loads(line.rstrip(",")) for line in path.read_text().splitlines()[1:-1]] == [*expected, records[2]]
