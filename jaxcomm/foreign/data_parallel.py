@@ -642,10 +642,11 @@ def data_parallel(
       ValueError: at trace time, if there is no exchange in the state; for a local method, or gradients that bypass the
         exchange; for a chain whose states show an order that is refused (`jaxcomm.chain` checks all rules in `init`);
         for a batch that does not divide, or that has local arrays where there are several processes; for outputs that
-        differ between workers and of which nothing is said; for a pattern that finds nothing; for gradients that do not
-        differ; for collectives of gradients or updates outside the exchange; for a static argument that cannot be
-        hashed. At the first call and at every check, for rows that are not those of their workers; at a check, for
-        replicated state that differs.
+        differ between workers and of which nothing is said; for gradients of a loss that is a sum over rows, and for
+        scalars that are sums or extremes over rows and are not named (a quotient of sums over a worker's own rows
+        warns); for a pattern that finds nothing; for gradients that do not differ; for collectives of gradients or
+        updates outside the exchange; for a static argument that cannot be hashed. At the first call and at every check,
+        for rows that are not those of their workers; at a check, for replicated state that differs.
     """
     if check_every is not None:
         check_count("check_every", check_every, 1, "None never checks")
