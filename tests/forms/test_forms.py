@@ -17,7 +17,7 @@ GUIDE = HERE.parents[1] / "docs/guide.md"
 K = 8
 USUAL = ("flax_nnx", "class_weights", "counts", "equinox_batch_norm")
 # Not shown in the guide.
-NAMED = ("flax_rnn", "class_weights", "multi_transform", "counts", "gan", "equinox_batch_norm")
+NAMED = ("flax_rnn", "class_weights", "multi_transform", "counts", "gan", "equinox_batch_norm", "ensemble", "experts")
 COMMUNICATING = ("contrastive", "equinox_batch_norm")  # losses whose own bytes exceed those of so small a model
 # What `verify` takes from each script: the step, its arguments, and the parameters.
 VERIFIED = {
@@ -59,6 +59,8 @@ VERIFIED = {
         s["params"],
     ),
     "gan": lambda s: (s["train_step"], (s["state"], s["batch"]), (s["params"], s["critic_params"])),
+    "ensemble": lambda s: (s["train_step"], (s["state"], s["batch"]), s["params"]),
+    "experts": lambda s: (s["train_step"], (s["state"], s["batch"]), s["params"]),
     "equinox_batch_norm": lambda s: (
         s["train_step"],
         (s["model"], s["state"], s["opt_state"], s["batch"]),
@@ -137,7 +139,7 @@ def test_dense_is_one_device(name, monkeypatch):
     reference, result = run(before), run(dense(after))
     assert len(reference["losses"]) == data.STEPS
     np.testing.assert_allclose(result["losses"], reference["losses"], rtol=1e-4, atol=1e-5)
-    if name == "counts":
+    if "others" in reference:
         np.testing.assert_allclose(result["others"], reference["others"], rtol=1e-4)
     if name == "haiku_jmp":
         assert np.isnan(reference["losses"][12])
@@ -153,15 +155,16 @@ def test_compressed_learns(name):
     step, args, params = VERIFIED[name](script)
     steps = data.STEPS if name == "scan" else 1
     tx = script["generator_tx" if name == "gan" else "tx"]
-    report = jc.verify(step, *args, tx=tx, params=params, workers=K, steps=steps, other_bytes=1024)
-    if name in COMMUNICATING:
+    if name != "ensemble":  # which has an exchange for each member
+        report = jc.verify(step, *args, tx=tx, params=params, workers=K, steps=steps, other_bytes=1024)
+    if name in (*COMMUNICATING, "ensemble"):
         report = jc.wire_report(tx, params, K)
     assert report.ratio_to_dense * steps > 1.5
     # Each worker has its own residual, and a row that knows its worker.
     states = [leaf for leaf in jax.tree.leaves(args, is_leaf=_is_rows) if _is_rows(leaf)]
     rows = [np.asarray(jax.tree.leaves(leaf)[0]).reshape(K, -1) for leaf in states]
     workers = [row for row in rows if row.shape[1] == 1 and row.dtype == jnp.int32]
-    if name not in ("flax_nnx_split", "tied_lm"):  # whose states have no types, or no rows
+    if name not in ("flax_nnx_split", "tied_lm", "ensemble"):  # states without types, without rows, of members
         assert any((row[:, 0] == np.arange(K) + (K << 16)).all() for row in workers)
         assert any(len({row.tobytes() for row in leaf}) == K for leaf in rows)
 
