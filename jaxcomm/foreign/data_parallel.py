@@ -195,12 +195,13 @@ class DataParallel:
                 "tx.init as it is: restore a checkpoint into it as the target, and pass the graph of nnx.split as an "
                 "argument too."
             )
-        wrappers = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, optax.MultiStepsState))
-        if any(isinstance(node, optax.MultiStepsState) and next(exchange_states(node), None) for node in wrappers):
-            raise ValueError(
-                f"An exchange must not be inside optax.MultiSteps, whose gradients are each worker's own; got "
-                f"{states[0].method.name} there. Write jaxcomm.chain(exchange, optimizer, accumulate=G) in its place."
-            )
+        for node in jax.tree.leaves(state, is_leaf=lambda node: type(node) in _WRAPPERS):
+            if type(node) in _WRAPPERS and next(exchange_states(node), None):
+                wrapper, remedy = _WRAPPERS[type(node)]
+                raise ValueError(
+                    f"An exchange must not be inside optax.{wrapper}, whose gradients are each worker's own; got "
+                    f"{states[0].method.name} there. {remedy}."
+                )
         for exchange in states:
             method = exchange.method
             if method.period is not None or lets_bypass(exchange):
@@ -578,6 +579,17 @@ def data_parallel(
     )
     patterns = {"mean": mean, "sum": sum, "max": max, "rows": rows}
     return DataParallel(step, mesh, batch_args, batch_axis, patterns, fixed, rng, check_every, donate, compiler_options)
+
+
+# Transformations that decide by a worker's own gradients, and what to do in their place.
+_WRAPPERS: dict[type, tuple[str, str]] = {
+    optax.MultiStepsState: ("MultiSteps", "Write jaxcomm.chain(exchange, optimizer, accumulate=G) in its place"),
+    optax.ApplyIfFiniteState: (
+        "apply_if_finite",
+        "Leave it out, and keep the old parameters and optimizer's state where "
+        "jaxcomm.exchange_metrics(opt_state).skipped is 1: on all workers, if a number of one is not finite",
+    ),
+}
 
 
 def _parameters(step: Callable[..., Any]) -> list[str]:

@@ -264,3 +264,31 @@ def test_a_map_finds_the_moments(options):
 def test_a_tree_without_leaves_is_named():
     with pytest.raises(ValueError, match=r"must have.*; got"):
         jc.topk(0.9, where="a", others=optax.set_to_zero()).init({"a": None})
+
+
+def test_a_wrapper_that_goes_by_own_gradients_is_refused_with_a_remedy():
+    optimizer = optax.sgd(0.1, momentum=0.9)
+
+    def parameters(tx, wrap, keep):
+        def step(state, batch):
+            params, opt_state = state
+            updates, new = tx.update(jax.grad(loss_of)(params, batch), opt_state, params)
+            return keep((optax.apply_updates(params, updates), new), state)
+
+        wrapped, state = wrap(step), (params_of(0), tx.init(params_of(0)))
+        for number in range(3):
+            batch = batch_of(number)
+            if number == 1:
+                batch["x"][5, 2] = np.nan
+            state = wrapped(state, batch)
+        return state[0]
+
+    def keep(new, old):
+        skipped = jc.exchange_metrics(new[1]).skipped == 1
+        return jax.tree.map(lambda n, o: jnp.where(skipped, o, n), new, old)
+
+    on_mesh, chain = lambda step: jc.data_parallel(step, jc.make_mesh(data=K)), jc.chain(jc.plump_dp(), optimizer)
+    with pytest.raises(ValueError, match=r"inside optax\.apply_if_finite.*skipped is 1"):
+        parameters(optax.apply_if_finite(chain, 3), on_mesh, lambda new, old: new)
+    alone = parameters(optax.apply_if_finite(optimizer, 3), jax.jit, lambda new, old: new)
+    np.testing.assert_allclose(parameters(chain, on_mesh, keep)["w"], alone["w"], rtol=1e-5, atol=1e-6)
