@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxcomm.steps.sharding import spec_axes
 
-_MANY = 2  # arrays of a kind that are worth a concatenation
+_MANY = 16  # arrays of a kind that are worth a concatenation
 
 
 class _VariesError(Exception):
