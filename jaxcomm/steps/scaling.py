@@ -32,6 +32,7 @@ class Scaling(NamedTuple):
       is_extreme: whether it is the largest or smallest of own rows.
       is_total: whether it is a sum over the workers.
       terms: how many numbers were added, along rows and other axes.
+      rows: how many along rows alone.
       constant: its value, if it is a constant of the program.
     """
 
@@ -41,6 +42,7 @@ class Scaling(NamedTuple):
     is_extreme: bool = False
     is_total: bool = False
     terms: int = 1
+    rows: int = 1
     constant: float | None = None
 
     @property
@@ -51,14 +53,15 @@ class Scaling(NamedTuple):
     def times(self, factor: float, workers: int) -> "Scaling":
         """Returns that of the product with a constant that is the same for all rows.
 
-        If it is one by the number of terms, a sum becomes a mean; so it does if it is the number of workers, since the
-        mean over these is then the sum over all rows.
+        If it is one by the number of terms or rows, a sum becomes a mean; so it does if it is the number of workers,
+        since the mean over these is then the sum over all rows.
         """
-        is_mean = math.isclose(factor * self.terms, 1, rel_tol=1e-5)
+        is_mean = any(math.isclose(factor * count, 1, rel_tol=1e-5) for count in (self.terms, self.rows))
         is_summed = self.power == 1 and (is_mean or factor == workers)
         is_mean_of_workers = self.is_total and math.isclose(factor * workers, 1, rel_tol=1e-5)
         power = self.power - is_summed + is_mean_of_workers
-        return self._replace(power=power, terms=1 if is_mean else self.terms, is_total=False, constant=None)
+        terms, rows = (1, 1) if is_mean else (self.terms, self.rows)
+        return self._replace(power=power, terms=terms, rows=rows, is_total=False, constant=None)
 
 
 _ROWS = Scaling(is_own=True)
@@ -274,20 +277,21 @@ class _Walk:
         if name in _JOIN:
             return _joined(operands)
         if name in ("reduce_max", "reduce_min"):
-            axes, _ = _row_axes(one.invars[0], two.invars[0], one.params["axes"])
+            axes, *_ = _row_axes(one.invars[0], two.invars[0], one.params["axes"])
             return operands[0]._replace(is_extreme=operands[0].is_extreme or axes > 0)
         if name in ("mul", "div"):
             product = self._of_product(name, *operands)
             return product._replace(**_NEW | {"is_own": marks["is_own"], "is_extreme": _is_extreme(operands)})
         if name == "dot_general":
             (contracted, _), _ = one.params["dimension_numbers"]
-            axes, items = _row_axes(one.invars[0], two.invars[0], contracted)
-            return Scaling(sum(powers) + axes, terms=operands[0].terms * operands[1].terms * items, **marks)
+            axes, items, rows = _row_axes(one.invars[0], two.invars[0], contracted)
+            left, right = operands
+            terms, rows = left.terms * right.terms * items, left.rows * right.rows * rows
+            return Scaling(sum(powers) + axes, terms=terms, rows=rows, **marks)
         if name == "reduce_sum":
-            axes, items = _row_axes(one.invars[0], two.invars[0], one.params["axes"])
-            return operands[0]._replace(
-                power=powers[0] + axes, terms=operands[0].terms * items, is_extreme=False, is_total=False
-            )
+            axes, items, rows = _row_axes(one.invars[0], two.invars[0], one.params["axes"])
+            counts = {"terms": operands[0].terms * items, "rows": operands[0].rows * rows}
+            return operands[0]._replace(power=powers[0] + axes, **counts | _NEW)
         if name == "integer_pow":
             return Scaling(powers[0] * one.params["y"], **marks)
         if name in COLLECTIVES:
@@ -304,8 +308,9 @@ class _Walk:
             return right.times(left.constant, self.workers)
         if is_quotient:
             is_weighted |= right.power >= 1 and right.is_own
-            return left._replace(power=left.power - right.power, terms=1, is_weighted=is_weighted)
-        return Scaling(left.power + right.power, terms=left.terms * right.terms, is_weighted=is_weighted)
+            return left._replace(power=left.power - right.power, terms=1, rows=1, is_weighted=is_weighted)
+        terms, rows = left.terms * right.terms, left.rows * right.rows
+        return Scaling(left.power + right.power, is_weighted=is_weighted, terms=terms, rows=rows)
 
     def _of_collective(self, name: str, operands: list[Scaling]) -> Scaling:
         """What all workers have is none's own. An only worker has as much as the sum of all."""
@@ -375,7 +380,8 @@ def _differs(one: Any, two: Any) -> bool:
     return one.aval.shape != two.aval.shape
 
 
-def _row_axes(one: Any, two: Any, axes: Sequence[int]) -> tuple[int, int]:
-    """Returns how many of some axes of an array are of rows, and the number of items along all of them."""
-    shapes = one.aval.shape, two.aval.shape
-    return sum(shapes[0][axis] != shapes[1][axis] for axis in axes), math.prod(shapes[0][axis] for axis in axes)
+def _row_axes(one: Any, two: Any, axes: Sequence[int]) -> tuple[int, int, int]:
+    """Returns how many of some axes of an array are of rows, and the number of items along all of them, and these."""
+    sizes, others = ([v.aval.shape[axis] for axis in axes] for v in (one, two))
+    of_rows = [size for size, other in zip(sizes, others, strict=True) if size != other]
+    return len(of_rows), math.prod(sizes), math.prod(of_rows)

@@ -107,6 +107,12 @@ def test_no_more_is_said_than_is_known(loss):
     assert math.isnan(scalings(loss, [jnp.asarray(X)], K).power)
 
 
+@pytest.mark.parametrize("count", [ROWS, 4 * ROWS], ids=["rows", "elements"])
+def test_a_constant_that_counts_a_worker_s_rows(count):
+    """Such a loss was written for a worker's rows: it is right."""
+    assert scalings(lambda rows: jnp.square(rows[0]).sum() / count, [jnp.asarray(X)], K).power == 0
+
+
 def test_rows_fixed_in_the_code():
     assert scalings(lambda rows: rows[0].reshape(ROWS, 2, 2).sum(), [jnp.asarray(X)], K) is None
 
