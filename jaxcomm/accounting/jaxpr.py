@@ -97,6 +97,19 @@ def equation_axes(eqn: Any) -> tuple[Any, ...]:
     return axes if isinstance(axes, tuple) else (axes,)
 
 
+def scan_counts(eqn: Any) -> tuple[int, int]:
+    """Returns how many inputs of a `lax.scan` are constants, and how many are carried.
+
+    By ranks: scanned arrays have one more dimension outside. (JAX releases differ in the names of the counts.)
+    """
+    body = inner_jaxpr(eqn.params["jaxpr"])
+    whole, carried = (
+        sum(out.aval.ndim == var.aval.ndim for out, var in zip(*pair, strict=True))
+        for pair in ((eqn.invars, body.invars), (eqn.outvars, body.outvars))
+    )
+    return whole - carried, carried
+
+
 def inner_jaxpr(jaxpr: Any) -> Any:
     """Returns the program without the constants that it may be closed over."""
     return getattr(jaxpr, "jaxpr", jaxpr)

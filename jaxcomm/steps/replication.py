@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxcomm.accounting.jaxpr import COLLECTIVES, UNCOUNTED, equation_axes, inner_jaxpr, inner_jaxprs
+from jaxcomm.accounting.jaxpr import COLLECTIVES, UNCOUNTED, equation_axes, inner_jaxpr, inner_jaxprs, scan_counts
 from jaxcomm.collectives.messages import SAME
 from jaxcomm.steps.shard_map import shard_map
 from jaxcomm.steps.sharding import spec_axes
@@ -168,11 +168,7 @@ class _Walk:
             branches = [self._inside(index, inner_jaxpr(branch), operands) for branch in params["branches"]]
             return [_branch_axes(index, *item) for item in zip(*branches, strict=True)]
         if name == "scan":
-            # By ranks: scanned arrays have one more dimension outside (JAX releases differ in the names of the counts).
-            body = inner_jaxpr(params["jaxpr"])
-            carry = sum(out.aval.ndim == var.aval.ndim for out, var in zip(eqn.outvars, body.outvars, strict=True))
-            consts = sum(out.aval.ndim == var.aval.ndim for out, var in zip(eqn.invars, body.invars, strict=True))
-            consts -= carry
+            body, (consts, carry) = inner_jaxpr(params["jaxpr"]), scan_counts(eqn)
             start, xs = ins[consts : consts + carry], ins[consts + carry :]
             start = _fixpoint(lambda state: self.axes_of(body, [*ins[:consts], *state, *xs])[:carry], start)
             return self.axes_of(body, [*ins[:consts], *start, *xs])

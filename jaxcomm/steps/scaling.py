@@ -17,7 +17,7 @@ from jax.core import Tracer
 from jax.extend.core import Literal
 from jax.sharding import PartitionSpec as P
 
-from jaxcomm.accounting.jaxpr import COLLECTIVES, inner_jaxpr, inner_jaxprs
+from jaxcomm.accounting.jaxpr import COLLECTIVES, inner_jaxpr, inner_jaxprs, scan_counts
 from jaxcomm.collectives.axis import abstract_mesh
 from jaxcomm.exchange import SCOPE
 
@@ -203,7 +203,7 @@ def _compare(program: Any, other: Any, inputs: Sequence[Scaling], walk: "_Walk")
     """Returns the `Scaling` of each output of two traces of one function; None if their equations are not the same."""
     try:
         return walk.outputs(program, other, inputs)
-    except _DifferentError:
+    except (_DifferentError, KeyError, TypeError, ValueError):  # also for a primitive that is not as it was
         return None
 
 
@@ -331,10 +331,10 @@ class _Walk:
 
     def _of_scan(self, one: Any, two: Any, operands: list[Scaling]) -> list[Scaling]:
         bodies = one.params["jaxpr"], two.params["jaxpr"]
-        start, stop = one.params["num_consts"], one.params["num_consts"] + one.params["num_carry"]
-        carry, outs = operands[start:stop], list[Scaling]()
+        consts, count = scan_counts(one)
+        carry, outs = operands[consts : consts + count], list[Scaling]()
         for _ in range(3):
-            outs = self.outputs(*bodies, [*operands[:start], *carry, *operands[stop:]])
+            outs = self.outputs(*bodies, [*operands[:consts], *carry, *operands[consts + count :]])
             pairs = list(zip(carry, outs, strict=False))
             if all(new[:3] == old[:3] for old, new in pairs):
                 break
