@@ -193,9 +193,30 @@ def wire_report(
         `make_train_step`.
 
     Raises:
-      ValueError: for a chain without an exchange.
+      ValueError: for a chain without an exchange; for leaves that are no arrays, and running statistics of Flax.
     """
-    return exchange_report(tx, params, workers, beside, axis_name)
+    return exchange_report(tx, trained_shapes(params), workers, beside, axis_name)
+
+
+def trained_shapes(params: Any) -> Any:
+    """Returns the shapes of the parameters that have gradients.
+
+    Raises:
+      ValueError: for leaves that are no arrays, and for running statistics among the parameters of Flax.
+    """
+
+    def is_statistic(node: Any) -> bool:
+        return type(node).__name__ == "BatchStat"
+
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_statistic):
+        is_array = hasattr(leaf, "dtype") or isinstance(leaf, Number)
+        if is_statistic(leaf) or not is_array or "['batch_stats']" in jax.tree_util.keystr(path):
+            raise ValueError(
+                f"params must be a tree of arrays or their shapes, of what is trained; got a {type(leaf).__name__} at "
+                f"{jax.tree_util.keystr(path)!r}. Pass eqx.filter(model, eqx.is_inexact_array), nnx.state(model, "
+                "nnx.Param), or variables['params']."
+            )
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), trained(params))
 
 
 def exchange_report(
@@ -208,13 +229,6 @@ def exchange_report(
 ) -> WireReport:
     """Predicts the bytes of one exchange between devices of one kind (an `AbstractDevice`); see `wire_report`."""
     check_transformation("tx", tx)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        if not hasattr(leaf, "dtype") and not isinstance(leaf, Number):
-            raise ValueError(
-                f"params must be a tree of arrays or their shapes; got a {type(leaf).__name__} at "
-                f"{jax.tree_util.keystr(path)!r}. Pass what is trained: eqx.filter(model, eqx.is_inexact_array), "
-                "nnx.state(model, nnx.Param), or variables['params']."
-            )
     axis_name = axis_name_of(tx) if axis_name is None else axis_name
     sizes = check_workers(workers, axis_name)
     mesh = abstract_mesh(dict(zip(axis_names(axis_name), sizes, strict=True)), kind)

@@ -380,8 +380,8 @@ class DataParallel:
             inputs = [marks | {LINEAR} if i < len(names) and is_summed[i] else marks for i, marks in enumerate(inputs)]
             varying = varying_outputs(traced.jaxpr, inputs, frozenset(axes))
         hows = self._hows(about, out.arrays, varying, scalars, counts)
-        pairs = zip(about, hows, strict=True)
-        scaling.check([leaf.name if how == "mean" and not leaf.said else "" for leaf, how in pairs])
+        pairs = zip(about, hows, strict=True)  # a metric of NNX has sums and counts, whose quotient is the mean
+        scaling.check([leaf.name * (how == "mean" and ":MetricState" not in leaf.name) for leaf, how in pairs])
         out_specs = [leaf.spec for leaf in about]
 
         def whole_step(own_state: list[Any], own_batch: list[Any]) -> list[Any]:

@@ -10,12 +10,11 @@ from numbers import Real
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
 from jaxcomm import methods
-from jaxcomm.accounting.report import WireReport, wire_report
+from jaxcomm.accounting.report import WireReport, trained_shapes, wire_report
 from jaxcomm.checks import check_range
 from jaxcomm.collectives.axis import AxisName, axis_names, use_mesh
 from jaxcomm.exchange import leaf_name
@@ -34,7 +33,6 @@ from jaxcomm.planner.costs import (
 from jaxcomm.planner.dense_layers import WAYS, Layer, LayerCost, layer_cost, layers_of, measure_layers, modelled_layer
 from jaxcomm.planner.links import Links, agreed, given_links, measure_links
 from jaxcomm.planner.prediction import ALL_DENSE, AS_DENSE, CLOSE, DENSE, Advice, Prediction, break_even, verdict_of
-from jaxcomm.state import trained
 from jaxcomm.steps.batch import Batch, check_batch, check_global
 from jaxcomm.steps.loss import gradients_of as gradients_fn_of
 from jaxcomm.steps.loss import loss_of
@@ -231,7 +229,7 @@ def estimate(
     holds = isinstance(copy, Real) and 0 < copy < math.inf
     check_range("copy", copy, "seconds a byte, above 0", holds, "1e-10 is 10 GB/s")
     links = given_links(rate, latency)
-    like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), trained(params))
+    like = trained_shapes(params)
     question = _make_question(methods, like, dense_layers, (workers,), axis_name, [])
     coding = {name: modelled_coding(tx, like, workers, copy) for name, tx in question.chosen.items()}
     unpriced = [name for name, cost in coding.items() if cost is None]

@@ -158,7 +158,7 @@ class StepScaling(NamedTuple):
         """Refuses gradients, and outputs that are averaged, that are sums over a worker's rows; warns of quotients.
 
         Args:
-          averaged: for every output its path, if it is averaged over the workers and the user has not said so; else "".
+          averaged: for every output its path, if it is averaged over the workers; else "".
 
         Raises:
           ValueError: naming the outputs.
@@ -172,12 +172,12 @@ class StepScaling(NamedTuple):
         pairs = [(name, number) for name, number in zip(averaged, self.outputs, strict=False) if name]
         for name, number in pairs:
             if number.power == 1 or number.is_extreme:
-                how, pattern = "max" if number.is_extreme else "sum", f"^{re.escape(name)}$"
+                how, kind = ("max", "an extreme") if number.is_extreme else ("sum", "a sum")
+                pattern, note = f"^{re.escape(name)}$", " (of a minimum: return its negative)" * number.is_extreme
                 raise ValueError(
-                    "A scalar that a step returns must be a mean over rows, or be named: its mean over the workers is "
-                    f"taken; got {'an extreme' if number.is_extreme else 'a sum'} at {name!r}. Pass {how}={pattern!r}"
-                    f"{' (of a minimum: return its negative)' * number.is_extreme}, or mean={pattern!r} for the mean "
-                    "of the workers' numbers."
+                    f"An output that is averaged over the workers must be a mean over rows; got {kind} at {name!r}. "
+                    f"Pass {how}={pattern!r}{note}; for the mean of the workers' numbers take jax.lax.pmean(x, axis) in "
+                    "the step."
                 )
         is_of_gradients = any(map(is_quotient, self.gradients))
         if names := ["gradients"] * is_of_gradients + [name for name, number in pairs if is_quotient(number)]:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -64,6 +65,28 @@ def test_reports_of_shapes():
     assert single.ratio_to_dense == float("inf")
     workers_report = jc.wire_report(jc.dct_dp(0.99, axis_name="workers"), PARAMS, K, axis_name="workers")
     assert workers_report.received == report().received
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        lambda params: jc.wire_report(jc.chain(jc.topk(0.9), optax.adam(1e-2)), params, workers=8),
+        lambda params: jc.planner.estimate(params, workers=8, rate=1e9, compute=0.1),
+    ],
+    ids=["wire_report", "estimate"],
+)
+@pytest.mark.parametrize(
+    ("params", "got"),
+    [
+        ({"w": jnp.ones(3), "activation": jnp.tanh}, r"\['activation'\]"),
+        ({"params": {"w": jnp.ones(3)}, "batch_stats": {"mean": jnp.ones(3)}}, r"\['batch_stats'\]\['mean'\]"),
+        (nnx.eval_shape(lambda: nnx.BatchNorm(3, rngs=nnx.Rngs(0))), "got a BatchStat at"),
+    ],
+    ids=["a function", "variables of Linen", "a module of NNX"],
+)
+def test_what_is_not_trained(report, params, got):
+    with pytest.raises(ValueError, match=rf"of what is trained; .*{got}.* variables\['params'\]"):
+        report(params)
 
 
 @pytest.mark.parametrize("factory", [jc.topk, jc.dct_dp])
