@@ -176,8 +176,8 @@ class StepScaling(NamedTuple):
                 pattern, note = f"^{re.escape(name)}$", " (of a minimum: return its negative)" * number.is_extreme
                 raise ValueError(
                     f"An output that is averaged over the workers must be a mean over rows; got {kind} at {name!r}. "
-                    f"Pass {how}={pattern!r}{note}; for the mean of the workers' numbers take jax.lax.pmean(x, axis) in "
-                    "the step."
+                    f"Pass {how}={pattern!r}{note}; for the mean of the workers' numbers take jax.lax.pmean(x, axis) "
+                    "in the step."
                 )
         is_of_gradients = any(map(is_quotient, self.gradients))
         if names := ["gradients"] * is_of_gradients + [name for name, number in pairs if is_quotient(number)]:
