@@ -138,13 +138,15 @@ class Simulated(WorkerPlacement):
         return jax.jit(partial(_first_state, self))(params, model_state)
 
     def accepted(self, batch: PyTree) -> Any:
-        """Moves arrays whose types have a mesh of Explicit axes to one device: such types do not fit a `jax.vmap`."""
+        """Moves arrays whose types have a mesh of Explicit axes to the host: such types do not fit a `jax.vmap`."""
 
         def to_host(leaf: Any) -> Any:
             mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)
             if not isinstance(mesh, Mesh) or AxisType.Explicit not in mesh.axis_types:
                 return leaf
-            return jax.device_put(leaf, mesh.devices.flat[0])
+            if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+                return jax.random.wrap_key_data(to_host(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
+            return jax.device_get(leaf)  # on another device it would keep its type
 
         return jax.tree.map(to_host, batch)
 

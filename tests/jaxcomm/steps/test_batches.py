@@ -227,7 +227,7 @@ def test_any_mesh_may_be_set(make):
     for axes in ({"data": 4}, {"data": 2, "model": 2}, {"rows": 8}):
         with jax.set_mesh(jax.make_mesh(tuple(axes.values()), tuple(axes))):  # of type Explicit
             step = STEPS[make](loss)
-            result, metrics = step(step.init(params()), batch)
+            result, metrics = step(step.init(jax.tree.map(jnp.asarray, params())), batch)  # arrays of that type
             assert jc.wire_report(TX, params(), workers=K).received == 3 * 2 * 4 * WIDTH * (WIDTH + CLASSES) // K
             if make in ("workers", "fsdp"):
                 step.verify(result, batch)
