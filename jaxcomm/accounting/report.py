@@ -195,6 +195,7 @@ def wire_report(
     Raises:
       ValueError: for a chain without an exchange; for leaves that are no arrays, and running statistics of Flax.
     """
+    check_transformation("tx", tx)
     return exchange_report(tx, trained_shapes(params), workers, beside, axis_name)
 
 
@@ -212,9 +213,9 @@ def trained_shapes(params: Any) -> Any:
         is_array = hasattr(leaf, "dtype") or isinstance(leaf, Number)
         if is_statistic(leaf) or not is_array or "['batch_stats']" in jax.tree_util.keystr(path):
             raise ValueError(
-                f"params must be a tree of arrays or their shapes, of what is trained; got a {type(leaf).__name__} at "
-                f"{jax.tree_util.keystr(path)!r}. Pass eqx.filter(model, eqx.is_inexact_array), nnx.state(model, "
-                "nnx.Param), or variables['params']."
+                f"params must be a tree of arrays or their shapes, all trained; got a {type(leaf).__name__} at "
+                f"{jax.tree_util.keystr(path)!r}. Pass what is trained: eqx.filter(model, eqx.is_inexact_array), "
+                "nnx.state(model, nnx.Param), or variables['params']."
             )
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), trained(params))
 

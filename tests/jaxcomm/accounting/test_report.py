@@ -85,7 +85,7 @@ def test_reports_of_shapes():
     ids=["a function", "variables of Linen", "a module of NNX"],
 )
 def test_what_is_not_trained(report, params, got):
-    with pytest.raises(ValueError, match=rf"of what is trained; .*{got}.* variables\['params'\]"):
+    with pytest.raises(ValueError, match=rf"all trained; .*{got}.* variables\['params'\]"):
         report(params)
 
 

@@ -37,7 +37,7 @@ trees.TREES["matrices"] = {
     "s": (),
 }
 # Of 1,024 elements or a multiple: "a" and "b" are next to each other in the vector and in their stack, "e" and "g" too.
-trees.TREES["blocks"] = {
+trees.TREES["neighbours"] = {
     "a": (32, 32),
     "b": (32, 32),
     "c": (16, 64),
@@ -52,9 +52,9 @@ trees.TREES["matrix"] = {"w": (64, 48)}
 trees.DTYPES |= {("halves", "a"): np.float16, ("halves", "b"): ml_dtypes.bfloat16, ("halves", "c"): np.float16}
 
 COMPRESSED = {"matrices": ["a", "c", "d", "f", "g"], "halves": ["a", "b"], "vectors": [], "matrix": ["w"]}
-COMPRESSED["blocks"] = ["a", "b", "c", "d", "e", "g"]
+COMPRESSED["neighbours"] = ["a", "b", "c", "d", "e", "g"]
 GROUPS = {"matrices": [["a", "d", "f"], ["c"], ["g"]], "halves": [["a", "b"]], "vectors": [], "matrix": [["w"]]}
-GROUPS["blocks"] = [["a", "b", "e", "g"], ["c"], ["d"]]
+GROUPS["neighbours"] = [["a", "b", "e", "g"], ["c"], ["d"]]
 
 
 def make(rank=RANK, **options):
@@ -331,7 +331,7 @@ def test_first_factors(seed):
     assert not any(np.any(qs[name] == second[name]) for name in qs)
 
 
-@pytest.mark.parametrize(("K", "tree"), [(1, "matrices"), (3, "matrices"), (2, "halves"), (2, "blocks")])
+@pytest.mark.parametrize(("K", "tree"), [(1, "matrices"), (3, "matrices"), (2, "halves"), (2, "neighbours")])
 def test_the_oracle(K, tree):
     """A dozen steps with skips; gradients of full rank and usual scale, for which the paper's lines suffice."""
     names = sorted(trees.TREES[tree])
