@@ -7,6 +7,7 @@ ask the method itself what it keeps and does.
 
 import contextlib
 import functools
+import inspect
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -38,8 +39,12 @@ Where = str | Callable[[str, Any], bool]
 
 
 def _is_where(where: object) -> bool:
-    with contextlib.suppress(re.error):
-        return where is None or callable(where) or (isinstance(where, str) and bool(re.compile(where)))
+    with contextlib.suppress(re.error, TypeError):  # the errors of `compile` and `bind`
+        if callable(where):
+            with contextlib.suppress(ValueError):  # some functions have no signature
+                inspect.signature(where).bind("", 0)
+            return True
+        return where is None or (isinstance(where, str) and bool(re.compile(where)))
     return False
 
 
@@ -325,6 +330,11 @@ class Exchange:
             return self.init_chosen(params)
         inside, outside, second_state = self._part(params, True), self._part(params, False), None
         if self.others is not None:
+            if not jax.tree.leaves(outside) and jax.tree.leaves(params) and not _freezes(self.others):
+                raise ValueError(
+                    f"where must leave some parameters to others=; got {self.where!r}, which chooses all "
+                    f"{len(jax.tree.leaves(params))}. Leave out where= and others=, or narrow the pattern."
+                )
             second_state = self.others.init(outside)
             if not _freezes(self.others):
                 check_exchange(second_state, f"others of {self.name}", of_all=False)

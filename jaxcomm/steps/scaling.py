@@ -202,7 +202,15 @@ def is_quotient(number: Scaling) -> bool:
 def _compare(program: Any, other: Any, inputs: Sequence[Scaling], walk: "_Walk") -> list[Scaling] | None:
     """Returns the `Scaling` of each output of two traces of one function; None if their equations are not the same."""
     try:
-        return walk.outputs(program, other, inputs)
+        numbers = walk.outputs(program, other, inputs)
+        if walk.carries_rows:
+            warnings.warn(
+                "A loop in a step carries arrays from one row of the batch to the next, as a recurrent network does "
+                "where time comes first: each worker would get some of the times. If the rows are along another axis, "
+                "pass batch_axis=1; see the guide.",
+                stacklevel=3,
+            )
+        return numbers
     except (_DifferentError, KeyError, TypeError, ValueError):  # also for a primitive that is not as it was
         return None
 
@@ -219,11 +227,13 @@ class _Walk:
       factor: n, how many times as many rows the second trace has.
       is_alone: whether the second trace is of an only worker, which has the rows of all.
       gradients: what enters an exchange and is computed from own rows, as far as the walk has come.
+      carries_rows: whether a loop along rows carries arrays that are computed from own rows.
     """
 
     def __init__(self, workers: int, factor: int, is_alone: bool = False):
         self.workers, self.factor, self.is_alone = workers, factor, is_alone
         self.gradients: list[Scaling] = []
+        self.carries_rows = False
 
     def outputs(self, program: Any, other: Any, inputs: Sequence[Scaling]) -> list[Scaling]:
         first, second = inner_jaxpr(program), inner_jaxpr(other)
@@ -340,6 +350,8 @@ class _Walk:
                 break
             carry = [new if old.power == -math.inf else _same([old, new]) for old, new in pairs]
         is_over_rows = one.params["length"] != two.params["length"]
+        arrays = zip(one.outvars[:count], outs, strict=False)
+        self.carries_rows |= is_over_rows and any(var.aval.ndim and number.is_own for var, number in arrays)
         totals = [_UNKNOWN._replace(**_marks([x])) if is_over_rows else x for x in outs[: len(carry)]]
         return totals + outs[len(carry) :]
 

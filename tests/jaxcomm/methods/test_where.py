@@ -156,6 +156,8 @@ def local(exchange):
     (lambda: jc.topk(where="w", others=jc.slim_dp()).init(PARAMS), "others of topk", "got "),
     (lambda: jc.topk(where="a("), "where", "got 'a('"),
     (lambda: jc.topk(where=5), "where", "got 5"),
+    (lambda: jc.topk(where=lambda path: True), "where", "(path, leaf) -> bool", "got <function"),
+    (lambda: jc.topk(where="", others=jc.plump_dp()).init(PARAMS), "where must leave some", "got ''", "chooses all"),
     (lambda: jc.topk(where="w", others=optax.set_to_zero()).init({"w": None}), "A gradient", "got an empty tree"),
     (lambda: jc.topk(where="none", others=jc.plump_dp()).init(PARAMS), "where", "got 'none'"),
     (lambda: jc.local_sgd(exchange=jc.plump_dp(), where="own"), "where", "got 'own'"),

@@ -173,6 +173,26 @@ def test_a_mean_that_is_named_a_sum():
         step(step.init(PARAMS), BATCH)
 
 
+@pytest.mark.parametrize("axis", [0, 1])
+def test_time_first(axis):
+    """A recurrent loss whose batch has time first says so; with batch_axis=1 it is that of one device."""
+
+    def loss(params, batch):
+        def cell(carry, x):
+            return jnp.tanh(x * params["w"] + carry), None
+
+        return jnp.mean(jax.lax.scan(cell, jnp.zeros(batch["x"].shape[1:]), batch["x"])[0] ** 2)
+
+    batch = {"x": RNG.normal(size=(8, 16, 4)).astype(np.float32)}
+    step = jc.simulate(loss, jc.chain(jc.plump_dp(), TX), K, batch_axis=axis)
+    state = step.init(PARAMS)
+    if axis == 0:
+        with pytest.warns(UserWarning, match="carries arrays from one row of the batch to the next.* batch_axis=1"):
+            step(state, batch)
+    else:
+        np.testing.assert_allclose(step(state, batch)[1]["loss"], loss(PARAMS, batch), rtol=1e-6)
+
+
 def test_a_largest():
     def gathered(params, batch):
         return jax.lax.all_gather(squares(params, batch), "data", tiled=True).max()
