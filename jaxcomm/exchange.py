@@ -338,7 +338,7 @@ class Exchange:
             second_state = self.others.init(outside)
             if not _freezes(self.others):
                 check_exchange(second_state, f"others of {self.name}", of_all=False)
-        if jax.tree.leaves(inside) or not jax.tree.leaves(params):
+        if jax.tree.leaves(inside) or (self.others is not None and not jax.tree.leaves(params)):
             return self.init_chosen(inside).replace(others=second_state)
         if self.others is not None:
             paths = [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
