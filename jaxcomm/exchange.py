@@ -328,25 +328,25 @@ class Exchange:
             return parts.init(params).replace(method=self)
         if self.where is None:
             return self.init_chosen(params)
-        inside, outside, second_state = self._part(params, True), self._part(params, False), None
-        if self.others is not None:
-            if not jax.tree.leaves(outside) and jax.tree.leaves(params) and not _freezes(self.others):
-                raise ValueError(
-                    f"where must leave some parameters to others=; got {self.where!r}, which chooses all "
-                    f"{len(jax.tree.leaves(params))}. Leave out where= and others=, or narrow the pattern."
-                )
-            second_state = self.others.init(outside)
-            if not _freezes(self.others):
-                check_exchange(second_state, f"others of {self.name}", of_all=False)
-        if jax.tree.leaves(inside) or (self.others is not None and not jax.tree.leaves(params)):
-            return self.init_chosen(inside).replace(others=second_state)
-        if self.others is not None:
-            paths = [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+        inside, outside = self._part(params, True), self._part(params, False)
+        chosen, bypass = (jax.tree_util.tree_leaves_with_path(part) for part in (inside, outside))
+        if self.others is None:
+            return self.init_chosen(inside) if chosen else self.first_state()
+        if bypass and not chosen:
             raise ValueError(
-                f"where must choose some parameters; got {self.where!r}, which chooses none of {len(paths)}. Paths are "
-                f"as in {[*paths, 'encoder/kernel'][0]!r}."
+                f"where must choose some parameters; got {self.where!r}, which chooses none of {len(bypass)}. Paths "
+                f"are as in {leaf_name(bypass[0][0])!r}."
             )
-        return self.first_state()
+        is_frozen = _freezes(self.others)
+        if chosen and not bypass and not is_frozen:
+            raise ValueError(
+                f"where must leave some parameters to others=; got {self.where!r}, which chooses all {len(chosen)}. "
+                "Leave out where= and others=, or narrow the pattern."
+            )
+        second_state = self.others.init(outside)
+        if not is_frozen:
+            check_exchange(second_state, f"others of {self.name}", of_all=False)
+        return self.init_chosen(inside).replace(others=second_state)
 
     def _in_parts(self, tree: Any) -> "Exchange":
         """Returns the exchange of a part of the tree, with those of the other parts as `others` of each other.

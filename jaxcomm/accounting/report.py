@@ -195,23 +195,27 @@ def wire_report(
     Raises:
       ValueError: for a chain without an exchange; for leaves that are no arrays, and running statistics of Flax.
     """
-    check_transformation("tx", tx)
-    return exchange_report(tx, trained_shapes(params), workers, beside, axis_name)
+    return exchange_report(tx, params, workers, beside, axis_name, takes_statistics=False)
 
 
-def trained_shapes(params: Any) -> Any:
+def trained_shapes(params: Any, *, takes_statistics: bool = False) -> Any:
     """Returns the shapes of the parameters that have gradients.
 
+    Args:
+      params: arrays, or their shapes.
+      takes_statistics: whether running statistics of Flax may be among them, for a step that trains them.
+
     Raises:
-      ValueError: for leaves that are no arrays, and for running statistics among the parameters of Flax.
+      ValueError: for leaves that are no arrays, and for statistics that are not taken.
     """
 
     def is_statistic(node: Any) -> bool:
-        return type(node).__name__ == "BatchStat"
+        return type(node).__name__ == "BatchStat" and not takes_statistics
 
     for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_statistic):
         is_array = hasattr(leaf, "dtype") or isinstance(leaf, Number)
-        if is_statistic(leaf) or not is_array or "['batch_stats']" in jax.tree_util.keystr(path):
+        is_collected = "['batch_stats']" in jax.tree_util.keystr(path) and not takes_statistics
+        if is_statistic(leaf) or not is_array or is_collected:
             raise ValueError(
                 f"params must be a tree of arrays or their shapes, all trained; got a {type(leaf).__name__} at "
                 f"{jax.tree_util.keystr(path)!r}. Pass what is trained: eqx.filter(model, eqx.is_inexact_array), "
@@ -227,14 +231,16 @@ def exchange_report(
     layer_traffic: Sequence[Traffic],
     axis_name: AxisName | None,
     kind: Any = None,
+    *,
+    takes_statistics: bool = True,
 ) -> WireReport:
     """Predicts the bytes of one exchange between devices of one kind (an `AbstractDevice`); see `wire_report`."""
     check_transformation("tx", tx)
+    params = trained_shapes(params, takes_statistics=takes_statistics)
     axis_name = axis_name_of(tx) if axis_name is None else axis_name
     sizes = check_workers(workers, axis_name)
     mesh = abstract_mesh(dict(zip(axis_names(axis_name), sizes, strict=True)), kind)
     interval = turns = 1
-    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), trained(params))
 
     def worker(gradients: Any, params: Any) -> Any:
         nonlocal interval, turns

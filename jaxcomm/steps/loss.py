@@ -14,7 +14,7 @@ from jaxcomm.collectives.axis import AxisName, axis_names, is_bound, to_varying,
 from jaxcomm.kernels.numerics import widened
 from jaxcomm.state import is_averaged, trained, with_untrained
 from jaxcomm.steps.batch import Batch
-from jaxcomm.steps.scaling import Scaling, is_quotient, scalings, warn_of_weights
+from jaxcomm.steps.scaling import KINDS, NOTES, Scaling, scalings, warn_of_weights
 from jaxcomm.types import ExchangeMetrics
 
 LossFn = Callable[..., Any]
@@ -122,23 +122,21 @@ class Scalars(NamedTuple):
                 f"sum= must name sums over rows; got {self.sum!r}, which finds the loss, a mean. Narrow the pattern."
             )
         for name, scalar in scalars.items():
-            if self.of(name) == "mean" and (scalar.power == 1 or scalar.is_extreme):
-                how = "max" if scalar.is_extreme else "sum"
+            if self.of(name) == "mean" and (how := scalar.reduction):
                 raise ValueError(
                     "A scalar of a loss must be a mean over rows, or be named by sum= or max=; got "
-                    f"{'an extreme' if scalar.is_extreme else 'a sum'} for {name!r}, of which the step would take the "
-                    f"mean over workers and micro-batches. Pass {how}={re.escape(name)!r}"
-                    f"{' (of a minimum: return its negative)' * scalar.is_extreme}, or return its mean."
+                    f"{KINDS[how]} for {name!r}, of which the step would take the mean over workers and micro-batches. "
+                    f"Pass {how}={re.escape(name)!r}{NOTES[how]}, or return its mean."
                 )
         leaves = jax.tree_util.tree_leaves_with_path(model_state, is_leaf=lambda node: isinstance(node, Scaling))
         for path, number in leaves:
-            if number.power == 1 or number.is_extreme:
+            if how := number.reduction:
                 raise ValueError(
                     "A model's state must be of means over rows, since it is averaged over the workers; got "
-                    f"{'an extreme' if number.is_extreme else 'a sum'} at {jax.tree_util.keystr(path)!r}. Take it of "
-                    f"all rows: jax.lax.{'pmax' if number.is_extreme else 'psum'}(x, axis) in the loss."
+                    f"{KINDS[how]} at {jax.tree_util.keystr(path)!r}. Take it of all rows: jax.lax.p{how}(x, axis) in "
+                    "the loss."
                 )
-        weighted = [name for name, number in {"loss": loss, **scalars}.items() if is_quotient(number)]
+        weighted = [name for name, number in {"loss": loss, **scalars}.items() if number.is_quotient]
         if weighted:
             warn_of_weights(weighted)
 

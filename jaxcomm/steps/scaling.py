@@ -50,6 +50,16 @@ class Scaling(NamedTuple):
         """Whether it has a number of rows in it, and nothing else of a worker's own."""
         return not self.is_own and self.power not in (0, -math.inf)
 
+    @property
+    def reduction(self) -> str:
+        """What it is of own rows, "sum" or "max", so that the mean over workers is wrong; else ""."""
+        return "max" if self.is_extreme else "sum" if self.power == 1 else ""
+
+    @property
+    def is_quotient(self) -> bool:
+        """Whether it is of one size for any number of rows, and was divided by a sum computed from rows."""
+        return self.power == 0 and self.is_weighted
+
     def times(self, factor: float, workers: int) -> "Scaling":
         """Returns that of the product with a constant that is the same for all rows.
 
@@ -67,6 +77,10 @@ class Scaling(NamedTuple):
 _ROWS = Scaling(is_own=True)
 _UNKNOWN = Scaling(math.nan)
 _NEW: dict[str, Any] = {"is_extreme": False, "is_total": False, "constant": None}  # of most results
+
+# By `Scaling.reduction`: what is found, and what to do with a minimum.
+KINDS = {"sum": "a sum", "max": "an extreme"}
+NOTES = {"sum": "", "max": " (of a minimum: return its negative)"}
 
 # Primitives by how they treat a common factor of their operands.
 _KEEP = frozenset(
@@ -144,6 +158,7 @@ class StepScaling(NamedTuple):
         shapes = treedef.unflatten(map(alone, leaves, jax.tree.leaves(specs), has_rows))
         mesh = abstract_mesh(dict.fromkeys(axes, 1))
         try:
+            # Only traced, and untracked as the step itself is.
             on_one = jax.shard_map(step, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
             (other,) = jax.make_jaxpr(on_one)(*shapes).jaxpr.eqns
         except Exception:
@@ -171,16 +186,15 @@ class StepScaling(NamedTuple):
             )
         pairs = [(name, number) for name, number in zip(averaged, self.outputs, strict=False) if name]
         for name, number in pairs:
-            if number.power == 1 or number.is_extreme:
-                how, kind = ("max", "an extreme") if number.is_extreme else ("sum", "a sum")
-                pattern, note = f"^{re.escape(name)}$", " (of a minimum: return its negative)" * number.is_extreme
+            if how := number.reduction:
+                pattern = f"^{re.escape(name)}$"
                 raise ValueError(
-                    f"An output that is averaged over the workers must be a mean over rows; got {kind} at {name!r}. "
-                    f"Pass {how}={pattern!r}{note}; for the mean of the workers' numbers take jax.lax.pmean(x, axis) "
-                    "in the step."
+                    f"An output that is averaged over the workers must be a mean over rows; got {KINDS[how]} at "
+                    f"{name!r}. Pass {how}={pattern!r}{NOTES[how]}; for the mean of the workers' numbers take "
+                    "jax.lax.pmean(x, axis) in the step."
                 )
-        is_of_gradients = any(map(is_quotient, self.gradients))
-        if names := ["gradients"] * is_of_gradients + [name for name, number in pairs if is_quotient(number)]:
+        quotients = [("gradients", number) for number in self.gradients] + pairs
+        if names := list(dict.fromkeys(name for name, number in quotients if number.is_quotient)):
             warn_of_weights(names)
 
 
@@ -192,11 +206,6 @@ def warn_of_weights(names: Sequence[str]) -> None:
         "over the workers, jax.lax.pmean(count, axis); see 'Losses that are no mean over rows' in the guide.",
         stacklevel=3,
     )
-
-
-def is_quotient(number: Scaling) -> bool:
-    """Returns whether it is of one size for any number of rows, and was divided by a sum computed from rows."""
-    return number.power == 0 and number.is_weighted
 
 
 def _compare(program: Any, other: Any, inputs: Sequence[Scaling], walk: "_Walk") -> list[Scaling] | None:
@@ -246,19 +255,19 @@ class _Walk:
                 return self._of_constants(one.val, two.val)
             return Scaling() if isinstance(one, Literal) else known.get(one, Scaling())
 
-        rest = (eqn for eqn in second.eqns if not _is_exchange(eqn))  # which is another for other workers
+        counterparts = (eqn for eqn in second.eqns if not _is_exchange(eqn))  # which is another for other workers
         for one in first.eqns:
             if _is_exchange(one):
                 is_float = [jnp.issubdtype(var.aval.dtype, jnp.floating) for var in one.invars]
                 numbers = [read(var, var) for var, floating in zip(one.invars, is_float, strict=True) if floating]
                 self.gradients += [number for number in numbers if number.is_own]
                 continue
-            two = next(rest, None)
+            two = next(counterparts, None)
             if two is None or one.primitive.name != two.primitive.name or len(one.invars) != len(two.invars):
                 raise _DifferentError
             operands = [read(*pair) for pair in zip(one.invars, two.invars, strict=True)]
             known.update(zip(one.outvars, self._of_equation(one, two, operands), strict=True))
-        if next(rest, None) is not None:
+        if next(counterparts, None) is not None:
             raise _DifferentError
         return [read(*pair) for pair in zip(first.outvars, second.outvars, strict=True)]
 
@@ -394,6 +403,6 @@ def _differs(one: Any, two: Any) -> bool:
 
 def _row_axes(one: Any, two: Any, axes: Sequence[int]) -> tuple[int, int, int]:
     """Returns how many of some axes of an array are of rows, and the number of items along all of them, and these."""
-    sizes, others = ([v.aval.shape[axis] for axis in axes] for v in (one, two))
-    of_rows = [size for size, other in zip(sizes, others, strict=True) if size != other]
+    sizes, second_sizes = ([v.aval.shape[axis] for axis in axes] for v in (one, two))
+    of_rows = [size for size, second in zip(sizes, second_sizes, strict=True) if size != second]
     return len(of_rows), math.prod(sizes), math.prod(of_rows)

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import jaxcomm as jc
 from jaxcomm.accounting.hlo import read_program
 from jaxcomm.accounting.jaxpr import jaxpr_program, traced_program
-from jaxcomm.accounting.report import check_bytes
+from jaxcomm.accounting.report import check_bytes, exchange_report
 from jaxcomm.traffic import Program, Traffic
 from tests.jaxcomm.train_steps import init_state
 from tests.refusals import refused
@@ -87,6 +87,14 @@ def test_reports_of_shapes():
 def test_what_is_not_trained(report, params, got):
     with pytest.raises(ValueError, match=rf"all trained; .*{got}.* variables\['params'\]"):
         report(params)
+
+
+def test_a_step_may_train_what_is_called_statistics():
+    """Of a step's own parameters all are trained, whatever their name; a function is not."""
+    tx, params = jc.chain(jc.plump_dp(), optax.sgd(0.1)), {"batch_stats": {"mean": jnp.ones(3)}}
+    assert exchange_report(tx, params, 4, (), None).received == 2 * 4 * 3 * 3 / 4
+    with pytest.raises(ValueError, match=r"all trained; got a .* at \"\['activation'\]\""):
+        exchange_report(tx, params | {"activation": jnp.tanh}, 4, (), None)
 
 
 @pytest.mark.parametrize("factory", [jc.topk, jc.dct_dp])
