@@ -274,7 +274,7 @@ def plan_layout(
         if not jnp.issubdtype(dtype := jnp.result_type(leaf), jnp.floating):
             raise ValueError(
                 f"Gradients must be of a real floating type; got {dtype} at {jax.tree_util.keystr(path)!r}. Keep "
-                "others out of the parameters, by eqx.filter, nnx.Param or a tree of their own. Without specs= and "
+                "others out of the parameters, by eqx.filter, nnx.Param or a tree of their own. Without "
                 "stages, make_train_step leaves integers, booleans and keys out by itself."
             )
     shapes = tuple(jnp.shape(leaf) for _, leaf in paths)

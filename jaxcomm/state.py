@@ -215,13 +215,14 @@ def update_with_more(
 
 def trained(params: Any) -> Any:
     """Returns the parameters that have gradients: the tree with None in place of integers, booleans and keys."""
-
-    def is_trained(leaf: Any) -> bool:
-        dtype = jnp.result_type(leaf)
-        is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
-        return not (is_key or dtype == jnp.bool_ or jnp.issubdtype(dtype, jnp.integer))
-
     return jax.tree.map(lambda leaf: leaf if is_trained(leaf) else None, params)
+
+
+def is_trained(leaf: Any) -> bool:
+    """Returns whether a parameter has a gradient."""
+    dtype = jnp.result_type(leaf)
+    is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    return not (is_key or dtype == jnp.bool_ or jnp.issubdtype(dtype, jnp.integer))
 
 
 def with_untrained(trained_params: Any, params: Any) -> Any:

@@ -1,7 +1,6 @@
 """Where the gradients of sharded parameters come from: the workers themselves, or XLA on a mesh of Explicit axes."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxcomm.collectives.axis import to_varying
 from jaxcomm.exchange import keep_unless
 from jaxcomm.kernels.numerics import is_applicable_tree, widened
+from jaxcomm.state import trained, with_untrained
 from jaxcomm.steps.batch import Batch
 from jaxcomm.steps.loss import LossFn, Scalars, in_turns
 from jaxcomm.steps.replication import over_workers
@@ -61,17 +61,19 @@ class ByWorkers:
 
         With a local method, `params` has rows (K, *shape); if `is_alone`, so have the model's state and the scalars.
         """
-        treedef, is_local, names = jax.tree.structure(params), exchange.chain.is_local, exchange.names
+        treedef, is_local, names = jax.tree.structure(trained(params)), exchange.chain.is_local, exchange.names
         region = exchange.within(self.manual)
-        inside, rows = treedef.unflatten(region.specs), region.gradient_specs(treedef)
+        rows, inside = region.gradient_specs(treedef), region.specs_of(params)
+        if is_local:
+            inside = jax.tree.map(lambda spec: P(names, *spec), inside)
         reported, of_worker = (P(names) if is_alone else P()), (P(names) if is_local else None)
 
         def worker(params: Params, model_state: PyTree, batch: Batch) -> Gradients:
             params = _first_row(params) if is_local else params
             model_state = _first_row(model_state) if is_alone else model_state
-            pairs = zip(jax.tree.leaves(params), exchange.reduced, strict=True)
+            pairs = zip(jax.tree.leaves(trained(params)), exchange.reduced, strict=True)
             local = [leaf if is_reduced or is_local else to_varying(leaf, names) for leaf, is_reduced in pairs]
-            local_params = treedef.unflatten(local)
+            local_params = with_untrained(treedef.unflatten(local), params)
             (loss, (scalars, new_state)), gradients = self._differentiate(exchange, local_params, model_state, batch)
             scalars = {"loss": loss, **scalars}
             if not is_local:
@@ -91,28 +93,24 @@ class ByWorkers:
             worker,
             mesh=exchange.mesh,
             axis_names=set(self.manual),
-            in_specs=(rows if is_local else inside, reported, batch.like(P(names), P())),
+            in_specs=(inside, reported, batch.like(P(names), P())),
             out_specs=Gradients(reported, reported, rows, of_worker, of_worker),
         )(params, model_state, batch)
 
-    def mean_loss(self, exchange: ShardedExchange, model_state: PyTree, batch: Batch) -> Callable[[Any], jax.Array]:
-        """Returns params -> the mean loss of all rows, which a line search evaluates and differentiates."""
+    def mean_loss(self, exchange: ShardedExchange, params: Params, model_state: PyTree, batch: Batch) -> jax.Array:
+        """Returns the mean loss of all rows, which a line search evaluates and differentiates."""
 
         def of_worker(params: Params, model_state: PyTree, batch: Batch) -> jax.Array:
             loss, _ = self._noted_loss(params, model_state, batch)
             return lax.pmean(to_varying(loss, exchange.names), exchange.names)
 
-        def mean_loss(params: Params) -> jax.Array:
-            inside = jax.tree.structure(params).unflatten(exchange.within(self.manual).specs)
-            return jax.shard_map(
-                of_worker,
-                mesh=exchange.mesh,
-                axis_names=set(self.manual),
-                in_specs=(inside, P(), batch.like(P(exchange.names), P())),
-                out_specs=P(),
-            )(params, model_state, batch)
-
-        return mean_loss
+        return jax.shard_map(
+            of_worker,
+            mesh=exchange.mesh,
+            axis_names=set(self.manual),
+            in_specs=(exchange.within(self.manual).specs_of(params), P(), batch.like(P(exchange.names), P())),
+            out_specs=P(),
+        )(params, model_state, batch)
 
     def _differentiate(self, exchange: ShardedExchange, local_params: Params, model_state: PyTree, batch: Batch) -> Any:
         """Returns ((loss, (scalars, new model_state)), gradients) for a worker's own rows.
@@ -121,13 +119,14 @@ class ByWorkers:
         """
 
         def value_and_gradients(params: Params, model_state: PyTree, batch: Batch) -> Any:
-            def objective(params: Params) -> tuple[jax.Array, Any]:
-                loss, (scalars, new_state) = self._noted_loss(params, model_state, batch)
+            def objective(trained_params: Params) -> tuple[jax.Array, Any]:
+                at = with_untrained(trained_params, params)
+                loss, (scalars, new_state) = self._noted_loss(at, model_state, batch)
                 _check_same_along_others(({"loss": loss, **scalars}, new_state), exchange)
                 # A replicated loss of all rows is made to vary, so that the sum over the workers is K times it too.
                 return to_varying(loss, exchange.names), (scalars, new_state)
 
-            return jax.value_and_grad(objective, has_aux=True)(params)
+            return jax.value_and_grad(objective, has_aux=True)(trained(params))
 
         return in_turns(value_and_gradients, self.kinds, exchange.axis_name)(local_params, model_state, batch)
 
@@ -171,13 +170,14 @@ class ByCompiler:
     ) -> Gradients:
         """Returns the gradients of all workers; see `ByWorkers`. There are no local methods."""
         del is_alone
-        leaves, treedef = jax.tree.flatten(params)
+        leaves, treedef = jax.tree.flatten(trained(params))
         triples = list(zip(leaves, exchange.specs, exchange.reduced, strict=True))
         rows, names = self._placed(exchange, batch), frozenset(exchange.names)
 
-        def objective(params: Params) -> Any:
+        def objective(trained_params: Params) -> Any:
+            at = with_untrained(trained_params, params)
             with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
-                loss, (scalars, new_state) = self.loss(params, model_state, rows)
+                loss, (scalars, new_state) = self.loss(at, model_state, rows)
                 return loss, (widened({"loss": loss, **scalars}), new_state)
 
         marked = [
@@ -191,15 +191,11 @@ class ByCompiler:
         ]
         return Gradients(scalars, new_state, treedef.unflatten(row_gradients))
 
-    def mean_loss(self, exchange: ShardedExchange, model_state: PyTree, batch: Batch) -> Callable[[Any], jax.Array]:
-        """Returns params -> the mean loss of all rows; see `ByWorkers`."""
-
-        def mean_loss(params: Params) -> jax.Array:
-            rows = self._placed(exchange, batch)
-            with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
-                return self.loss(params, model_state, rows)[0]
-
-        return mean_loss
+    def mean_loss(self, exchange: ShardedExchange, params: Params, model_state: PyTree, batch: Batch) -> jax.Array:
+        """Returns the mean loss of all rows; see `ByWorkers`."""
+        rows = self._placed(exchange, batch)
+        with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
+            return self.loss(params, model_state, rows)[0]
 
     def _placed(self, exchange: ShardedExchange, batch: Batch) -> Batch:
         specs = batch.like(P(exchange.names), P())

@@ -19,7 +19,16 @@ from jaxcomm.collectives.axis import AxisName, axis_names, on_step_mesh
 from jaxcomm.exchange import is_local, keep_unless
 from jaxcomm.kernels.numerics import is_applicable_tree
 from jaxcomm.order import check_descent
-from jaxcomm.state import TrainState, applies_step, check_aliases, check_model_state, state_specs, works_alone
+from jaxcomm.state import (
+    TrainState,
+    applies_step,
+    check_aliases,
+    check_model_state,
+    state_specs,
+    trained,
+    with_untrained,
+    works_alone,
+)
 from jaxcomm.steps.batch import Batch
 from jaxcomm.steps.engine import settle
 from jaxcomm.steps.gradients import ByCompiler, ByWorkers
@@ -113,9 +122,9 @@ class Sharded(Placement):
         exchange = self.plan(params)
         tables = self.tables(params, exchange)
         if tables is not None:
-            check_additive(exchange, params, tables)
+            check_additive(exchange, trained(params), tables)
         check_model_state(model_state)
-        specs = jax.tree.structure(params).unflatten(exchange.specs)
+        specs = exchange.specs_of(params)
         params = jax.tree.map(lambda leaf, spec: place(leaf, NamedSharding(self.mesh, spec)), params, specs)
         model_state = place(jax.tree.map(jnp.asarray, model_state), NamedSharding(self.mesh, P()))
         return jax.jit(partial(self._first_state, exchange))(params, model_state)  # the jit copies
@@ -123,7 +132,7 @@ class Sharded(Placement):
     def shapes(self, params: Params, model_state: PyTree) -> TrainState:
         """Returns the shapes of what `init` makes; see `TrainStep.shapes`."""
         exchange = self.plan(params)
-        params = shapes_on(self.mesh, params, jax.tree.structure(params).unflatten(exchange.specs))
+        params = shapes_on(self.mesh, params, exchange.specs_of(params))
         model_state = shapes_on(self.mesh, model_state, jax.tree.map(lambda _: P(), model_state))
         state = jax.eval_shape(partial(self._first_state, exchange), params, model_state)
         return shapes_on(self.mesh, state, self.specs_of(state, exchange))
@@ -132,7 +141,8 @@ class Sharded(Placement):
         """Returns the PartitionSpec of every array: of arrays like a parameter, `specs_like`, that parameter's."""
         exchange = exchange or self.plan(params_like(state))
         workers = (exchange.names,) if self.is_local else ()
-        params, specs = state.params, [P(*workers, *spec) for spec in exchange.specs]
+        params, specs = state.params, exchange.specs_of(params_like(state))
+        specs = [P(*workers, *spec) for spec in jax.tree.leaves(specs)]
         trees = {"params": params, "rest": state.opt_state.rest}
         placed = specs_like(trees, params.rows if is_per_worker(params) else params, specs, P(*workers))
         opt_state = SplitState(state_specs(state.opt_state.exchange), placed["rest"])
@@ -149,7 +159,8 @@ class Sharded(Placement):
     @on_step_mesh
     def _model(self, state: TrainState) -> Any:
         like = params_like(state)
-        return self.plan(like).global_model(split_state(state).exchange, like)
+        model = self.plan(like).global_model(split_state(state).exchange, trained(like))
+        return with_untrained(model, jax.tree.map(lambda rows: rows[0], state.params.rows))
 
     def see(self, state: Any) -> None:
         """Takes the specs from the first parameters, if none were given; see `Placement.see`."""
@@ -172,7 +183,7 @@ class Sharded(Placement):
 
     def tables(self, params: Params, exchange: ShardedExchange) -> Tables | None:
         """Returns the tables among the parameters whose rows the step looks up."""
-        return tables_of(self.lookups, params, exchange) if self.lookups else None
+        return tables_of(self.lookups, trained(params), exchange) if self.lookups else None
 
     def _locate(self, params: Params) -> None:
         """Takes the specs from the first parameters that the step gets.
@@ -182,7 +193,7 @@ class Sharded(Placement):
         """
         shardings = jax.tree.map(_sharding_of, params)
         exchange = plan_shards(self.tx, self.mesh, shardings, params, self.axis_name)
-        paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+        paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(trained(params))]
         for path, spec, is_reduced in zip(paths, exchange.specs, exchange.reduced, strict=True):
             if is_reduced:
                 raise ValueError(
@@ -200,9 +211,9 @@ class Sharded(Placement):
         self.specs = shardings
 
     def _first_state(self, exchange: ShardedExchange, params: Params, model_state: PyTree) -> TrainState:
-        first, step = exchange.init(params), self.lay(jnp.zeros((), jnp.int32), P())
+        first, step = exchange.init(trained(params)), self.lay(jnp.zeros((), jnp.int32), P())
         if not self.is_local:
-            state = TrainState(params, SplitState(first, exchange.chain.after.init(params)), step, model_state)
+            state = TrainState(params, SplitState(first, exchange.chain.after.init(trained(params))), step, model_state)
             return self.constrained(state, exchange)
 
         def rows(tree: PyTree) -> Any:
@@ -211,7 +222,7 @@ class Sharded(Placement):
         if works_alone(first):
             model_state = jax.tree.map(exchange.per_worker, rows(model_state))
         params = rows(params)
-        opt_state = SplitState(first, exchange.per_worker(jax.vmap(exchange.chain.before.init)(params)))
+        opt_state = SplitState(first, exchange.per_worker(jax.vmap(exchange.chain.before.init)(trained(params))))
         return self.constrained(TrainState(exchange.per_worker(params), opt_state, step, model_state), exchange)
 
     def constrained(self, state: TrainState, exchange: ShardedExchange) -> TrainState:
@@ -243,7 +254,7 @@ class ShardedUpdate(Update):
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
         """Exchanges gradients, and then applies the optimizer; the other way round with a local method."""
         old = split_state(state)
-        check_descent(self.placement.tx, old, state.params)
+        check_descent(self.placement.tx, old, trained(state.params))
         return (self._optimizer_first if self.placement.is_local else self._exchange_first)(state, old, batch)
 
     def _exchange_first(self, state: TrainState, old: SplitState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
@@ -252,19 +263,27 @@ class ShardedUpdate(Update):
         tables = self.placement.tables(params, exchange)
         if tables is not None:
             exchange = tables.exchange
-            params, ids = tables.look_up(params, batch)
+            looked_up, ids = tables.look_up(trained(params), batch)
+            params = with_untrained(looked_up, params)
         scalars, model_state, rows, *_ = self.gradients(exchange, params, state.model_state, batch)
-        means, exchanged = exchange(rows, old.exchange, params)
+        of_gradients = trained(params)
+        means, exchanged = exchange(rows, old.exchange, of_gradients)
         after = optax.with_extra_args_support(exchange.chain.after)
-        value_fn = self.gradients.mean_loss(exchange, state.model_state, batch)
-        updates, optimizer = after.update(means, old.rest, params, value=scalars["loss"], grad=means, value_fn=value_fn)
+
+        def value_fn(trained_params: Params) -> jax.Array:
+            at = with_untrained(trained_params, params)
+            return self.gradients.mean_loss(exchange, at, state.model_state, batch)
+
+        further = {"value": scalars["loss"], "grad": means, "value_fn": value_fn}
+        updates, optimizer = after.update(means, old.rest, of_gradients, **further)
         ok = applies_step(exchanged.metrics, exchange.chain.reverts_on_skip)
         new_params, optimizer = settle(ok, updates, optimizer, params, old.rest)
         model_state = keep_unless(ok, model_state, state.model_state)
         new = TrainState(new_params, SplitState(exchanged, optimizer), state.step + 1, model_state)
         new = self.placement.constrained(new, exchange)
         if tables is not None:  # if the step is skipped, the means are zeros, and so are the updates
-            new = new._replace(params=tables.add(state.params, new.params, updates, ids))
+            added = tables.add(trained(state.params), trained(new.params), updates, ids)
+            new = new._replace(params=with_untrained(added, new.params))
         return new, {**scalars, **exchanged.metrics._asdict()}
 
     def _optimizer_first(self, state: TrainState, old: SplitState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
@@ -286,11 +305,11 @@ class ShardedUpdate(Update):
                     f"that takes more: {error}. Use one without a line search."
                 ) from error
 
-        updates, optimizer = jax.vmap(optimize)(gradients, old.rest.rows, params, losses)
+        updates, optimizer = jax.vmap(optimize)(gradients, old.rest.rows, trained(params), losses)
         # A number that is not finite, or is too large, in one shard counts for all shards of that worker.
         own_ok &= jax.vmap(is_applicable_tree)(updates)
         updates = jax.vmap(partial(keep_unless, old=jax.tree.map(lambda _: jnp.nan, updates)))(own_ok, updates)
-        updates, exchanged = exchange(updates, old.exchange, params)
+        updates, exchanged = exchange(updates, old.exchange, trained(params))
         ok = applies_step(exchanged.metrics, exchange.chain.reverts_on_skip)
         new_rows = jax.vmap(partial(settle, ok))(updates, optimizer, params, old.rest.rows, own_ok)
         worker_params, optimizer = map(exchange.per_worker, new_rows)
@@ -309,15 +328,16 @@ class ShardedUpdate(Update):
         keyed = jax.eval_shape(partial(self.settings.batch, workers=step.workers), state.step, batch)
         tables = place.tables(params, exchange)
         if tables is not None:
-            looked_up, ids = jax.eval_shape(tables.look_up, params, keyed)
+            whole = trained(params)
+            looked_up, ids = jax.eval_shape(tables.look_up, whole, keyed)
             for program in (
-                traced_program(tables.look_up, params, keyed),
-                traced_program(tables.add, params, looked_up, looked_up, ids),
+                traced_program(tables.look_up, whole, keyed),
+                traced_program(tables.add, whole, looked_up, looked_up, ids),
             ):
                 of_layers.add(program.over(*exchange.names))
-            exchange, params = tables.exchange, looked_up
+            exchange, params = tables.exchange, with_untrained(looked_up, params)
         kind = kind_of_device(state)
-        for shapes in exchange.shard_shapes(params):
+        for shapes in exchange.shard_shapes(trained(params)):
             report = exchange_report(exchange.chain.exchange, shapes, place.sizes, (), place.axis_name, kind)
             claimed.add(report.program)
         if any(exchange.reduced) and not place.is_explicit:

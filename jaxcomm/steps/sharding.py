@@ -21,7 +21,7 @@ from jaxcomm.chain import SplitChain, split_chain
 from jaxcomm.collectives.axis import AxisName, axis_names, in_axes_of_workers, to_varying
 from jaxcomm.exchange import get_exchange, is_exchange_state, keep_unless, zeros_unless
 from jaxcomm.kernels.numerics import is_finite_tree
-from jaxcomm.state import communication_period, state_specs
+from jaxcomm.state import communication_period, is_trained, state_specs, trained
 from jaxcomm.types import ExchangeMetrics, Params, PerWorker, PyTree, is_per_worker
 
 
@@ -56,14 +56,16 @@ class ShardedExchange:
     Attributes:
       mesh: the mesh.
       axis_name: the axis of workers, or the axes, outermost first.
-      specs: the PartitionSpec of every parameter, in tree order.
+      specs: the PartitionSpec of every parameter that is trained, in tree order.
       chain: the chain, split at its exchange.
+      untrained: the PartitionSpecs of integers, booleans and keys, which have no gradients.
     """
 
     mesh: Mesh
     axis_name: AxisName
     specs: tuple[P, ...]
     chain: SplitChain
+    untrained: tuple[P, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -101,7 +103,13 @@ class ShardedExchange:
         def part(entry: Any) -> tuple[str, ...] | None:
             return tuple(name for name in _names_of(entry) if name in axes) or None
 
-        return replace(self, specs=tuple(P(*map(part, spec)) for spec in self.specs))
+        specs, untrained = (tuple(P(*map(part, spec)) for spec in those) for those in (self.specs, self.untrained))
+        return replace(self, specs=specs, untrained=untrained)
+
+    def specs_of(self, params: Params) -> Any:
+        """Returns the PartitionSpecs of all parameters, in a tree like theirs."""
+        specs, untrained = iter(self.specs), iter(self.untrained)
+        return jax.tree.map(lambda leaf: next(specs if is_trained(leaf) else untrained), params)
 
     def gradient_specs(self, treedef: Any) -> Any:
         """Returns the PartitionSpecs of the gradients: (K, *shape), a row for each worker, unless already reduced."""
@@ -298,17 +306,19 @@ def plan_shards(
             f"axis_name must be an axis of the mesh; got {gaps[0]!r} and a mesh with {mesh.axis_names}. Make it "
             f"with make_mesh({gaps[0]}=...), or pass axis_name=."
         )
-    flat = _flat_specs(specs, params)
-    for (path, leaf), spec in zip(jax.tree_util.tree_leaves_with_path(params), flat, strict=True):
+    parts: tuple[list[P], list[P]] = [], []
+    for (path, leaf), spec in zip(jax.tree_util.tree_leaves_with_path(params), _flat_specs(specs, params), strict=True):
         _check_spec(jax.tree_util.keystr(path), tuple(jnp.shape(leaf)), spec, mesh, names)
-    chain = split_chain(tx, params, tuple(mesh.shape[name] for name in names), axis_name)
+        parts[is_trained(leaf)].append(spec)
+    untrained, flat = map(tuple, parts)
+    chain = split_chain(tx, trained(params), tuple(mesh.shape[name] for name in names), axis_name)
     if any(spec_axes(spec) for spec in flat) and chain.whole_tensors:
         raise ValueError(
             "Up to the exchange a chain must work element by element, since it sees shards; got "
             f"{chain.whole_tensors}, which looks at whole tensors. Clip after the exchange, where a chain sees whole "
             "arrays."
         )
-    exchange = ShardedExchange(mesh, axis_name, flat, chain)
+    exchange = ShardedExchange(mesh, axis_name, flat, chain, untrained)
     if any(exchange.reduced) and chain.is_local:
         spec = flat[exchange.reduced.index(True)]
         raise ValueError(

@@ -229,3 +229,40 @@ def test_other_states_and_batches():
     state = state_shapes(sharded.params(), tx, mesh, sharded.OVER_WORKERS)
     with pytest.raises(ValueError, match=r"got 6 rows at .* for 4 workers. Use a batch size of 4"):
         step.trace(state, jax.tree.map(lambda x: x[:6], batch))
+
+
+UNTRAINED = {"times": jnp.int32(2), "on": jnp.asarray([True, False]), "key": jax.random.key(3)}
+
+
+@pytest.mark.parametrize(
+    ("name", "is_local"),
+    slow_except(
+        [("split", False), ("tensor parallel", True), ("partitioned", False), ("as given", True), ("unreduced", False)],
+        ("partitioned", False),
+        ("tensor parallel", True),
+    ),
+)
+def test_integers_and_keys(name, is_local):
+    """They stay as they are, where the loss reads them as well."""
+    make_way, loss_fn, specs, mesh = sharded.WAYS[name]
+    mesh, specs = mesh(), dict.fromkeys(UNTRAINED, P()) | {"net": specs}
+
+    def loss(params, batch):
+        return loss_fn(params["net"], batch | {"label": params["times"] * batch["label"]})
+
+    exchange = jc.local_sgd(1, exchange=jc.plump_dp(), outer=optax.sgd(1.0))
+    tx = jc.chain(SGD, exchange) if is_local else jc.chain(jc.plump_dp(), SGD)
+    first = UNTRAINED | {"net": sharded.params()}
+    if name == "as given":
+        first = sharded.partitioned(loss, jc.chain(jc.plump_dp(), SGD), mesh, specs).init(first).params
+    step = make_way(loss, tx, mesh, specs)
+    state = step.init(first)
+    assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, step.shapes(first))
+    step.verify(state, sharded.on(mesh, next(sharded.batches(1))))
+    for batch in sharded.batches(3):
+        state, metrics = step(state, sharded.on(mesh, batch))
+        assert int(metrics["skipped"]) == 0
+    model = step.params(state)
+    expected = sharded.trained_on_one_device(SGD, 3, times=2)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), model["net"], expected)
+    assert all((model[name] == leaf).all() for name, leaf in UNTRAINED.items())
