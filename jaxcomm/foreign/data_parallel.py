@@ -41,9 +41,9 @@ from jaxcomm.order import check_frozen, check_states
 from jaxcomm.state import check_rows
 from jaxcomm.steps.batch import check_batch, check_global, row_axes
 from jaxcomm.steps.mesh import check_axis, place
+from jaxcomm.steps.reductions import StepScaling
 from jaxcomm.steps.replicas import differing_replicas
 from jaxcomm.steps.replication import LINEAR, OTHER, Axes, by_scope, naming_axes
-from jaxcomm.steps.scaling import StepScaling
 from jaxcomm.steps.shard_map import shard_map
 from jaxcomm.steps.sharding import spec_axes
 from jaxcomm.traffic import Program

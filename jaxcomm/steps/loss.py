@@ -14,7 +14,7 @@ from jaxcomm.collectives.axis import AxisName, axis_names, is_bound, to_varying,
 from jaxcomm.kernels.numerics import widened
 from jaxcomm.state import is_averaged, trained, with_untrained
 from jaxcomm.steps.batch import Batch
-from jaxcomm.steps.scaling import KINDS, NOTES, Scaling, scalings, warn_of_weights
+from jaxcomm.steps.reductions import KINDS, NOTES, Scaling, scalings, warn_of_unknown, warn_of_weights
 from jaxcomm.types import ExchangeMetrics
 
 LossFn = Callable[..., Any]
@@ -89,7 +89,8 @@ class Scalars(NamedTuple):
     def check_scaling(self, function: Callable[[list[Any]], Any], rows: list[Any], axis_name: AxisName) -> None:
         """Refuses a loss or a scalar whose mean over workers and micro-batches is not its value for all rows.
 
-        Where that depends on the rows, it warns. Nothing is computed: the function is traced twice, see `scalings`.
+        Where that depends on the rows, or is not known, it warns. Nothing is computed: the function is traced twice,
+        see `scalings`.
 
         Args:
           function: of a worker's rows of a micro-batch; returns (loss, scalars, new model state), as the user's does.
@@ -102,11 +103,13 @@ class Scalars(NamedTuple):
         """
         names = [axis for axis in axis_names(axis_name) if is_bound(axis)]
         parts = self.micro_batches * (lax.axis_size(tuple(names)) if names else 1)
-        numbers = scalings(function, rows, parts) if parts > 1 and rows else None
+        if parts == 1 or not rows:
+            return
+        numbers = scalings(function, rows, parts)
         if numbers is None:
             return
         loss, scalars, model_state = numbers
-        if loss.power == 1 and self.of("loss") == "mean":
+        if loss.reduction == "sum" and self.of("loss") == "mean":
             raise ValueError(
                 "A loss must be a mean over rows, of which the step takes the mean over workers and micro-batches; got "
                 f"a sum, of which loss and gradient would be 1/{parts} of those on one device. Take its mean; or "
@@ -136,9 +139,9 @@ class Scalars(NamedTuple):
                     f"{KINDS[how]} at {jax.tree_util.keystr(path)!r}. Take it of all rows: jax.lax.p{how}(x, axis) in "
                     "the loss."
                 )
-        weighted = [name for name, number in {"loss": loss, **scalars}.items() if number.is_quotient]
-        if weighted:
-            warn_of_weights(weighted)
+        by_name = {"loss": loss, **{name: scalar for name, scalar in scalars.items() if self.of(name) == "mean"}}
+        warn_of_weights([name for name, number in by_name.items() if number.is_quotient])
+        warn_of_unknown([name for name, number in by_name.items() if number.is_unknown])
 
     def of_all(self, name: str, value: Any, axis_name: AxisName) -> jax.Array:
         """Returns what is the sum or the mean if it is averaged over micro-batches and workers; a worker's own maximum.

@@ -1,7 +1,6 @@
 """Losses that are no mean over rows: a sum is refused or summed, a quotient of local sums warns."""
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +9,7 @@ import optax
 import pytest
 
 import jaxcomm as jc
-from jaxcomm.steps.scaling import scalings
+from jaxcomm.steps.reductions import scalings
 from tests.marks import slow_except
 
 K, ROWS = 4, 8
@@ -43,6 +42,25 @@ def in_chunks(x, labels):
     return jax.lax.map(lambda part: cross_entropy(*part).mean(), parts).mean()
 
 
+FILTERS = np.ones((3, 1, 2), np.float32)
+
+
+def convolved(x, filters):
+    return jnp.tanh(jax.lax.conv(x[:, None], filters, (1,), "SAME"))
+
+
+def pooled(x):
+    return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2), (1, 2), "VALID")
+
+
+def looped(x, w):
+    return jax.lax.scan(lambda total, row: (total + row, jnp.square(row @ w)), jnp.zeros(4), x)[1]
+
+
+def grouped(values, labels):
+    return jax.ops.segment_sum(values, labels, 3)
+
+
 def adapted(x):
     inner = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(WEIGHTS)
     return jnp.mean((x @ (WEIGHTS - 0.1 * inner)) ** 2)
@@ -66,7 +84,21 @@ LOSSES = {
     "rematerialised": (lambda x, y, v: jax.checkpoint(lambda x: cross_entropy(x, y).mean())(x), 0),
     "chunks": (lambda x, y, v: in_chunks(x, y), None),  # twice the rows are other chunks
     "inner gradient": (lambda x, y, v: adapted(x), 0),
-    "convolution": (lambda x, y, v: jnp.mean(jax.lax.conv(x[:, None], jnp.ones((3, 1, 2)), (1,), "SAME")), 0),
+    "groups": (lambda x, y, v: grouped(cross_entropy(x, y), y).sum(), 1),
+    "groups, mean": (lambda x, y, v: jnp.zeros(3).at[y].add(cross_entropy(x, y)).sum() / len(x), 0),
+    "integer labels, sum": (lambda x, y, v: -jax.nn.log_softmax(x)[jnp.arange(len(y)), y].sum(), 1),
+    "running sum": (lambda x, y, v: jnp.cumsum(cross_entropy(x, y))[-1], 1),
+    "window": (lambda x, y, v: jax.lax.reduce_window(x[:, 0], 0.0, jax.lax.add, (len(x),), (1,), "VALID")[0], 1),
+    "loop": (lambda x, y, v: jax.lax.fori_loop(0, len(x), lambda i, c: c + x[i].sum() ** 2, 0.0), 1),
+    "loop, mean": (lambda x, y, v: jax.lax.scan(lambda c, row: (c + row @ row, None), 0.0, x)[0] / len(x), 0),
+    "loop, largest": (lambda x, y, v: jax.lax.scan(lambda c, row: (jnp.maximum(c, row.sum()), None), 0.0, x)[0], 0),
+    "pooled": (lambda x, y, v: pooled(x).mean(), 0),
+    "gradient of a convolution": (lambda x, y, v: jnp.sum(jax.grad(lambda w: convolved(x, w).sum())(FILTERS)), 1),
+    "gradient of groups": (lambda x, y, v: jnp.sum(jax.grad(lambda w: w[y].mean())(WEIGHTS)), 0),
+    "gradient of pooling": (lambda x, y, v: jax.grad(lambda w: pooled(x * w).sum())(WEIGHTS[:, 0]).sum(), 1),
+    "gradient of a loop": (lambda x, y, v: jax.grad(lambda w: looped(x, w).mean())(WEIGHTS).sum(), 0),
+    "groups' means": (lambda x, y, v: (grouped(cross_entropy(x, y), y) / grouped(jnp.ones(len(x)), y)).mean(), 0),
+    "convolution": (lambda x, y, v: convolved(x, FILTERS).mean(), 0),
     "focal, sum": (lambda x, y, v: optax.sigmoid_focal_loss(x, x > 0).sum(), 1),
     "count": (lambda x, y, v: (x > 0).sum(), 1),
     "accuracy": (lambda x, y, v: (jnp.argmax(x, -1) == y).mean(), 0),
@@ -76,7 +108,7 @@ LOSSES = {
     "where": (lambda x, y, v: jnp.mean(cross_entropy(x, y), where=v > 0), 0),
     "average": (lambda x, y, v: jnp.average(cross_entropy(x, y), weights=v), 0),
 }
-QUOTIENTS, EXTREMES = {"tokens", "where", "average"}, {"largest"}
+QUOTIENTS, EXTREMES = {"tokens", "where", "average", "groups' means"}, {"largest", "loop, largest"}
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -93,18 +125,23 @@ def test_twice_the_rows(name):
     assert number.is_extreme == (name in EXTREMES)
 
 
-@pytest.mark.parametrize(
-    "loss",
-    [
-        lambda rows: jax.nn.logsumexp(rows[0]),
-        lambda rows: jnp.linalg.norm(rows[0]),
-        lambda rows: -jax.nn.log_softmax(rows[0] @ rows[0].T).diagonal().mean(),
-        lambda rows: jax.lax.fori_loop(0, len(rows[0]), lambda i, s: s + rows[0][i].sum(), 0.0),
-    ],
-    ids=["logsumexp", "norm", "contrastive", "loop"],
-)
-def test_no_more_is_said_than_is_known(loss):
-    assert math.isnan(scalings(loss, [jnp.asarray(X)], K).power)
+NEITHER = {
+    "logsumexp": jax.nn.logsumexp,
+    "norm": jnp.linalg.norm,
+    "contrastive": lambda x: -jax.nn.log_softmax(x @ x.T).diagonal().mean(),
+    "median": lambda x: jnp.median(x[:, 0]),
+    "running average": lambda x: jax.lax.scan(lambda mean, row: (0.9 * mean + 0.1 * row.sum(), None), 0.0, x)[0],
+}
+
+
+@pytest.mark.parametrize("name", NEITHER)
+def test_neither_a_mean_nor_a_sum(name):
+    """Nobody can tell that it is a mean, so it warns."""
+    assert scalings(lambda rows: NEITHER[name](*rows), [jnp.asarray(X)], K).is_unknown
+    step = jc.simulate(lambda p, b: NEITHER[name](b["x"] * p["w"]), jc.chain(jc.plump_dp(), TX), K)
+    state = step.init(PARAMS)
+    with pytest.warns(UserWarning, match="loss: cannot be told to be a mean over rows"):
+        step(state, BATCH)
 
 
 @pytest.mark.parametrize("count", [ROWS, 4 * ROWS], ids=["rows", "elements"])
@@ -187,7 +224,7 @@ def test_time_first(axis):
     step = jc.simulate(loss, jc.chain(jc.plump_dp(), TX), K, batch_axis=axis)
     state = step.init(PARAMS)
     if axis == 0:
-        with pytest.warns(UserWarning, match="carries arrays from one row of the batch to the next.* batch_axis=1"):
+        with pytest.warns(UserWarning, match="a recurrence.* Where time comes first, pass batch_axis=1"):
             step(state, batch)
     else:
         np.testing.assert_allclose(step(state, batch)[1]["loss"], loss(PARAMS, batch), rtol=1e-6)

@@ -31,6 +31,7 @@ class Scaling(NamedTuple):
       is_weighted: whether it was divided by a sum over own rows, such as a number of valid tokens.
       is_extreme: whether it is the largest or smallest of own rows.
       is_total: whether it is a sum over the workers.
+      is_shared: whether it is computed from numbers of other workers.
       terms: how many numbers were added, along rows and other axes.
       rows: how many along rows alone.
       constant: its value, if it is a constant of the program.
@@ -41,6 +42,7 @@ class Scaling(NamedTuple):
     is_weighted: bool = False
     is_extreme: bool = False
     is_total: bool = False
+    is_shared: bool = False
     terms: int = 1
     rows: int = 1
     constant: float | None = None
@@ -48,34 +50,41 @@ class Scaling(NamedTuple):
     @property
     def is_count(self) -> bool:
         """Whether it has a number of rows in it, and nothing else of a worker's own."""
-        return not self.is_own and self.power not in (0, -math.inf)
+        return not (self.is_own or self.is_total or math.isnan(self.power)) and self.power not in (0, -math.inf)
 
     @property
     def reduction(self) -> str:
         """What it is of own rows, "sum" or "max", so that the mean over workers is wrong; else ""."""
-        return "max" if self.is_extreme else "sum" if self.power == 1 else ""
+        return "max" if self.is_extreme else "sum" if self.power == 1 and not self.is_total else ""
+
+    @property
+    def is_unknown(self) -> bool:
+        """Whether it may be neither a mean nor a sum over rows, and is computed from a worker's own alone."""
+        return self.is_own and not self.is_shared and self.power not in (0, 1, -math.inf)
 
     @property
     def is_quotient(self) -> bool:
         """Whether it is of one size for any number of rows, and was divided by a sum computed from rows."""
         return self.power == 0 and self.is_weighted
 
-    def times(self, factor: float, workers: int) -> "Scaling":
+    def times(self, factor: float, workers: int, is_alone: bool) -> "Scaling":
         """Returns that of the product with a constant that is the same for all rows.
 
         If it is one by the number of terms or rows, a sum becomes a mean; so it does if it is the number of workers,
-        since the mean over these is then the sum over all rows.
+        since the mean over these is then the sum over all rows. A total becomes a mean if it is one by that number.
         """
         is_mean = any(math.isclose(factor * count, 1, rel_tol=1e-5) for count in (self.terms, self.rows))
         is_summed = self.power == 1 and (is_mean or factor == workers)
         is_mean_of_workers = self.is_total and math.isclose(factor * workers, 1, rel_tol=1e-5)
-        power = self.power - is_summed + is_mean_of_workers
+        power = self.power - is_summed + (is_mean_of_workers and is_alone)
         terms, rows = (1, 1) if is_mean else (self.terms, self.rows)
-        return self._replace(power=power, terms=terms, rows=rows, is_total=False, constant=None)
+        is_total = self.is_total and not is_mean_of_workers
+        return self._replace(power=power, terms=terms, rows=rows, is_total=is_total, constant=None)
 
 
 _ROWS = Scaling(is_own=True)
 _UNKNOWN = Scaling(math.nan)
+_NEITHER = _UNKNOWN._replace(is_own=True)
 _NEW: dict[str, Any] = {"is_extreme": False, "is_total": False, "constant": None}  # of most results
 
 # By `Scaling.reduction`: what is found, and what to do with a minimum.
@@ -86,13 +95,15 @@ NOTES = {"sum": "", "max": " (of a minimum: return its negative)"}
 _KEEP = frozenset(
     (
         *("abs", "broadcast_in_dim", "convert_element_type", "copy", "expand_dims", "neg", "optimization_barrier"),
-        *("pcast", "pvary", "real", "reduce_precision", "reshape", "rev", "slice", "squeeze", "stop_gradient"),
-        "transpose",
+        *("pcast", "pvary", "real", "imag", "reduce_precision", "reshape", "rev", "slice", "squeeze", "stop_gradient"),
+        *("transpose", "fft"),
     )
 )
-_JOIN = ["add", "add_any", "clamp", "concatenate", "max", "min", "pad", "sub"]
+_JOIN = ["add", "add_any", "clamp", "concatenate", "dynamic_update_slice", "max", "min", "pad", "sub"]
 _SUMS = ("psum", "psum_invariant", "psum2", "reduce_scatter")
-_PICK = {"gather": slice(1), "dynamic_slice": slice(1), "select_n": slice(1, None)}
+_PICK = {"gather": slice(1), "dynamic_slice": slice(1), "select_n": slice(1, None), "select_and_scatter_add": slice(1)}
+_ROOTS = {"sqrt": 0.5, "rsqrt": -0.5, "cbrt": 1 / 3, "square": 2}
+_EXTREMES = ("reduce_max", "reduce_min", "cummax", "cummin", "reduce_window_max", "reduce_window_min")
 
 
 def scalings(function: Callable[..., Any], rows: Sequence[Any], workers: int) -> Any:
@@ -106,14 +117,21 @@ def scalings(function: Callable[..., Any], rows: Sequence[Any], workers: int) ->
     Returns:
       The function's output, with a `Scaling` for each number; None if it cannot be traced for other rows.
     """
-    avals = [jax.typeof(x) for x in rows]
-    doubled = [aval.update(shape=(2 * aval.shape[0], *aval.shape[1:])) for aval in avals]
+    single = [jax.typeof(x) for x in rows]
+
+    def times(factor: int) -> list[Any]:
+        return [aval.update(shape=(factor * aval.shape[0], *aval.shape[1:])) for aval in single]
+
+    first = 1 + (1 in (aval.shape[0] for aval in single))  # along one row a program may have other operations
     try:
-        (one, out), two = jax.make_jaxpr(function, return_shape=True)(avals), jax.make_jaxpr(function)(doubled)
+        (one, out), two = (
+            jax.make_jaxpr(function, return_shape=True)(times(first)),
+            jax.make_jaxpr(function)(times(2 * first)),
+        )
     except Exception:
         return None
     numbers = _compare(one, two, [_ROWS] * len(rows), _Walk(workers, 2))
-    return None if numbers is None else jax.tree.unflatten(jax.tree.structure(out), numbers)
+    return jax.tree.unflatten(jax.tree.structure(out), numbers)
 
 
 class StepScaling(NamedTuple):
@@ -150,11 +168,16 @@ class StepScaling(NamedTuple):
             shape = list(jnp.shape(leaf))
             if spec != P() and not is_batch:
                 shape[len(spec) - 1] //= workers
-            return jax.ShapeDtypeStruct(shape, jnp.result_type(leaf))
+            return jax.ShapeDtypeStruct(shape, jnp.result_type(leaf), weak_type=jax.typeof(leaf).weak_type)
 
         if workers == 1 or not any(has_rows):
             return cls([], [], workers)
         leaves, treedef = jax.tree.flatten(arrays)
+        batches = [
+            (leaf, spec) for leaf, spec, has in zip(leaves, jax.tree.leaves(specs), has_rows, strict=True) if has
+        ]
+        # Along one row it may have other operations.
+        has_one = any(jnp.shape(leaf)[len(spec) - 1] == workers for leaf, spec in batches)
         shapes = treedef.unflatten(map(alone, leaves, jax.tree.leaves(specs), has_rows))
         mesh = abstract_mesh(dict.fromkeys(axes, 1))
         try:
@@ -167,7 +190,9 @@ class StepScaling(NamedTuple):
         walk = _Walk(workers, workers, is_alone=True)
         bodies = eqn.params["jaxpr"], other.params["jaxpr"]
         numbers = _compare(*bodies, [inputs.get(var, Scaling()) for var in eqn.invars], walk)
-        return cls(numbers or [], walk.gradients if numbers else [], workers)
+        if numbers[:1] == [_NEITHER]:
+            return cls([], [], workers) if has_one else cls(numbers, [_NEITHER], workers)
+        return cls(numbers, walk.gradients, workers)
 
     def check(self, averaged: Sequence[str]) -> None:
         """Refuses gradients, and outputs that are averaged, that are sums over a worker's rows; warns of quotients.
@@ -193,35 +218,44 @@ class StepScaling(NamedTuple):
                     f"{name!r}. Pass {how}={pattern!r}{NOTES[how]}; for the mean of the workers' numbers take "
                     "jax.lax.pmean(x, axis) in the step."
                 )
-        quotients = [("gradients", number) for number in self.gradients] + pairs
-        if names := list(dict.fromkeys(name for name, number in quotients if number.is_quotient)):
-            warn_of_weights(names)
+        pairs = [("gradients", number) for number in self.gradients] + pairs
+        warn_of_weights([name for name, number in pairs if number.is_quotient])
+        warn_of_unknown([name for name, number in pairs if number.is_unknown])
 
 
-def warn_of_weights(names: Sequence[str]) -> None:
-    """Warns that some numbers are divided by what each worker has computed from its own rows."""
+def warn_of_unknown(names: Sequence[str]) -> None:
+    """Warns that some numbers, if any, may be others than on one device."""
+    if not names:
+        return
     warnings.warn(
-        f"{', '.join(names)}: divided by a sum over a worker's own rows, such as a number of valid tokens. The mean "
-        "over workers and micro-batches is not the quotient for all rows where these sums differ. Divide by their mean "
-        "over the workers, jax.lax.pmean(count, axis); see 'Losses that are no mean over rows' in the guide.",
+        f"{', '.join(dict.fromkeys(names))}: cannot be told to be a mean over rows, since rows are combined in another "
+        "way than by sums and means (a logsumexp, a norm, an order, a recurrence, a loop in Python). The mean over "
+        "workers and micro-batches is the number of one device only if it is a mean over rows. If it is, ignore this "
+        "warning. Where time comes first, pass batch_axis=1; otherwise take it of all rows: "
+        "jax.lax.all_gather(x, axis, tiled=True).",
         stacklevel=3,
     )
 
 
-def _compare(program: Any, other: Any, inputs: Sequence[Scaling], walk: "_Walk") -> list[Scaling] | None:
-    """Returns the `Scaling` of each output of two traces of one function; None if their equations are not the same."""
+def warn_of_weights(names: Sequence[str]) -> None:
+    """Warns that some numbers, if any, are divided by what each worker has computed from its own rows."""
+    if not names:
+        return
+    warnings.warn(
+        f"{', '.join(dict.fromkeys(names))}: divided by a sum over a worker's own rows, such as a number of valid "
+        "tokens. The mean over workers and micro-batches is not the quotient for all rows where these sums differ. "
+        "Divide by their mean over the workers, jax.lax.pmean(count, axis); see 'Losses that are no mean over rows' in "
+        "the guide.",
+        stacklevel=3,
+    )
+
+
+def _compare(program: Any, other: Any, inputs: Sequence[Scaling], walk: "_Walk") -> list[Scaling]:
+    """Returns the `Scaling` of each output of two traces of one function; `_NEITHER` if their equations differ."""
     try:
-        numbers = walk.outputs(program, other, inputs)
-        if walk.carries_rows:
-            warnings.warn(
-                "A loop in a step carries arrays from one row of the batch to the next, as a recurrent network does "
-                "where time comes first: each worker would get some of the times. If the rows are along another axis, "
-                "pass batch_axis=1; see the guide.",
-                stacklevel=3,
-            )
-        return numbers
+        return walk.outputs(program, other, inputs)
     except (_DifferentError, KeyError, TypeError, ValueError):  # also for a primitive that is not as it was
-        return None
+        return [_NEITHER] * len(inner_jaxpr(program).outvars)
 
 
 class _DifferentError(Exception):
@@ -236,13 +270,11 @@ class _Walk:
       factor: n, how many times as many rows the second trace has.
       is_alone: whether the second trace is of an only worker, which has the rows of all.
       gradients: what enters an exchange and is computed from own rows, as far as the walk has come.
-      carries_rows: whether a loop along rows carries arrays that are computed from own rows.
     """
 
     def __init__(self, workers: int, factor: int, is_alone: bool = False):
         self.workers, self.factor, self.is_alone = workers, factor, is_alone
         self.gradients: list[Scaling] = []
-        self.carries_rows = False
 
     def outputs(self, program: Any, other: Any, inputs: Sequence[Scaling]) -> list[Scaling]:
         first, second = inner_jaxpr(program), inner_jaxpr(other)
@@ -282,8 +314,8 @@ class _Walk:
         inner = [inner_jaxprs(eqn.params) for eqn in (one, two)]
         if name != "while" and len(inner[0]) == len(inner[1]) == 1 and len(inner[0][0].invars) == len(operands):
             return self.outputs(inner[0][0], inner[1][0], operands)
-        if name in _KEEP:
-            return operands[: len(one.outvars)]
+        if name == "split" or name in _KEEP:
+            return [operands[0]] * len(one.outvars) if name == "split" else operands[: len(one.outvars)]
         return [self._of_primitive(one, two, operands)] * len(one.outvars)
 
     def _of_primitive(self, one: Any, two: Any, operands: list[Scaling]) -> Scaling:
@@ -295,48 +327,53 @@ class _Walk:
             return _UNKNOWN._replace(**marks)
         if name in _JOIN:
             return _joined(operands)
-        if name in ("reduce_max", "reduce_min"):
-            axes, *_ = _row_axes(one.invars[0], two.invars[0], one.params["axes"])
-            return operands[0]._replace(is_extreme=operands[0].is_extreme or axes > 0)
         if name in ("mul", "div"):
             product = self._of_product(name, *operands)
-            return product._replace(**_NEW | {"is_own": marks["is_own"], "is_extreme": _is_extreme(operands)})
-        if name == "dot_general":
-            (contracted, _), _ = one.params["dimension_numbers"]
-            axes, items, rows = _row_axes(one.invars[0], two.invars[0], contracted)
-            left, right = operands
-            terms, rows = left.terms * right.terms * items, left.rows * right.rows * rows
-            return Scaling(sum(powers) + axes, terms=terms, rows=rows, **marks)
-        if name == "reduce_sum":
-            axes, items, rows = _row_axes(one.invars[0], two.invars[0], one.params["axes"])
-            counts = {"terms": operands[0].terms * items, "rows": operands[0].rows * rows}
-            return operands[0]._replace(power=powers[0] + axes, **counts | _NEW)
-        if name == "integer_pow":
-            return Scaling(powers[0] * one.params["y"], **marks)
+            return product._replace(is_own=marks["is_own"], is_extreme=_is_extreme(operands), constant=None)
+        if name in ("scatter", "scatter-add"):
+            start, _, updates = operands
+            rows = _reduced(one.invars[2:], two.invars[2:], one, two) if name == "scatter-add" else (0, 1, 1)
+            return _joined([start, _summed([updates], *rows)])._replace(**marks)
+        if (reduced := _reduced_axes(one, two)) is not None:
+            if name in _EXTREMES:
+                return operands[0]._replace(is_extreme=operands[0].is_extreme or reduced[0] > 0)
+            return _summed(operands, *reduced)
+        if name == "integer_pow" or name in _ROOTS:
+            return Scaling(powers[0] * _ROOTS.get(name, one.params.get("y")), **marks)
+        if name == "triangular_solve" and powers[0] == 0:
+            return operands[1]._replace(**_NEW | marks)
         if name in COLLECTIVES:
             return self._of_collective(name, operands)
         is_plain = all(power in (0, -math.inf) for power in powers)
+        is_ordered = name in ("sort", "top_k") and _sizes(one, two, [one.params.get("dimension", -1)])[0]
         has_rows = [any(map(_differs, *pair)) for pair in ((one.invars, two.invars), (one.outvars, two.outvars))]
-        return Scaling(**marks) if is_plain and (has_rows[1] or not has_rows[0]) else _UNKNOWN._replace(**marks)
+        is_by_rows = is_plain and not is_ordered and (has_rows[1] or not has_rows[0])
+        return Scaling(**marks) if is_by_rows else _UNKNOWN._replace(**marks)
 
     def _of_product(self, name: str, left: Scaling, right: Scaling) -> Scaling:
-        is_quotient, is_weighted = name == "div", left.is_weighted or right.is_weighted
+        is_quotient = name == "div"
         if right.constant and right.power == 0:
-            return left.times(1 / right.constant if is_quotient else right.constant, self.workers)
+            return left.times(1 / right.constant if is_quotient else right.constant, self.workers, self.is_alone)
         if left.constant and left.power == 0 and not is_quotient:
-            return right.times(left.constant, self.workers)
+            return right.times(left.constant, self.workers, self.is_alone)
+        marks = {name: getattr(left, name) or getattr(right, name) for name in ("is_weighted", "is_shared")}
         if is_quotient:
-            is_weighted |= right.power >= 1 and right.is_own
-            return left._replace(power=left.power - right.power, terms=1, rows=1, is_weighted=is_weighted)
-        terms, rows = left.terms * right.terms, left.rows * right.rows
-        return Scaling(left.power + right.power, is_weighted=is_weighted, terms=terms, rows=rows)
+            if right.is_total and left.is_own and not self.is_alone:
+                return _UNKNOWN  # a Kth of a quotient
+            marks["is_weighted"] |= right.power >= 1 and right.is_own
+            return Scaling(left.power - right.power, is_total=left.is_total != right.is_total, **marks)
+        terms, rows, is_total = left.terms * right.terms, left.rows * right.rows, left.is_total or right.is_total
+        return Scaling(left.power + right.power, is_total=is_total, terms=terms, rows=rows, **marks)
 
     def _of_collective(self, name: str, operands: list[Scaling]) -> Scaling:
         """What all workers have is none's own. An only worker has as much as the sum of all."""
-        power = max(operand.power for operand in operands)
+        power, shared = max(operand.power for operand in operands), Scaling(is_shared=True)
         if self.is_alone:
-            return Scaling(power - (name in _SUMS), is_total=name in _SUMS)
-        return Scaling() if COLLECTIVES[name] == "all_reduce" and power == 0 and operands[0].is_own else _UNKNOWN
+            return shared._replace(power=power - (name in _SUMS), is_total=name in _SUMS)
+        if COLLECTIVES[name] != "all_reduce" or not operands[0].is_own:
+            return shared._replace(power=math.nan)
+        is_total = name in _SUMS
+        return shared._replace(power=power if is_total or power == 0 else math.nan, is_total=is_total)
 
     def _of_constants(self, one: Any, two: Any) -> Scaling:
         """Returns the scaling of a constant: 1 if it has grown as the rows have, -1 if its inverse has."""
@@ -358,15 +395,46 @@ class _Walk:
             if all(new[:3] == old[:3] for old, new in pairs):
                 break
             carry = [new if old.power == -math.inf else _same([old, new]) for old, new in pairs]
-        is_over_rows = one.params["length"] != two.params["length"]
-        arrays = zip(one.outvars[:count], outs, strict=False)
-        self.carries_rows |= is_over_rows and any(var.aval.ndim and number.is_own for var, number in arrays)
-        totals = [_UNKNOWN._replace(**_marks([x])) if is_over_rows else x for x in outs[: len(carry)]]
-        return totals + outs[len(carry) :]
+        if one.params["length"] == two.params["length"]:
+            return outs
+        ways = [_accumulation(inner_jaxpr(bodies[0]), consts + place, place) for place in range(count)]
+        zeros = [Scaling(-math.inf) if way == "sum" else start for way, start in zip(ways, carry, strict=True)]
+        terms = self.outputs(*bodies, [*operands[:consts], *zeros, *operands[consts + count :]])
+        turns, is_recurrent = one.params["length"], False
+        for place, (way, start, term) in enumerate(zip(ways, operands[consts:], terms, strict=False)):
+            is_recurrent |= not way and outs[place].is_own
+            of_way = {"sum": _joined([start, _summed([term], 1, turns, turns)]), "max": term._replace(is_extreme=True)}
+            outs[place] = of_way.get(way, _UNKNOWN._replace(**_marks([outs[place]])))
+        return [_UNKNOWN._replace(**_marks([x])) if is_recurrent else x for x in outs]
+
+
+def _accumulation(body: Any, place: int, out: int) -> str:
+    """Returns what a loop makes of an output that it carries: "sum", "max" (or minimum), "" for anything else."""
+    carry, producers = body.invars[place], {var: eqn for eqn in body.eqns for var in eqn.outvars}
+    uses = [var for eqn in (*body.eqns, body) for var in (eqn.outvars if eqn is body else eqn.invars) if var is carry]
+    var, ways = body.outvars[out], set[str]()
+    while len(uses) == 1 and var is not carry and var in producers:
+        eqn = producers[var]
+        name, inner = eqn.primitive.name, inner_jaxprs(eqn.params)
+        if len(inner) == 1 and len(inner[0].invars) == len(eqn.invars) and carry in eqn.invars:
+            return "" if ways else _accumulation(inner[0], eqn.invars.index(carry), eqn.outvars.index(var))
+        if name not in ("add", "add_any", "max", "min", "convert_element_type", "copy"):
+            return ""
+        ways |= {name[:3]} & {"add", "max", "min"}
+        var = next((operand for operand in eqn.invars if _leads(operand, carry, producers)), None)
+    is_one = var is carry and len(ways) == 1
+    return "" if not is_one else "sum" if "add" in ways else "max"
+
+
+def _leads(var: Any, carry: Any, producers: dict[Any, Any]) -> bool:
+    """Returns whether a variable is computed from the carried one."""
+    if isinstance(var, Literal):
+        return False
+    return var is carry or (var in producers and any(_leads(x, carry, producers) for x in producers[var].invars))
 
 
 def _marks(operands: Sequence[Scaling]) -> dict[str, bool]:
-    return {name: any(getattr(x, name) for x in operands) for name in ("is_own", "is_weighted")}
+    return {name: any(getattr(x, name) for x in operands) for name in ("is_own", "is_weighted", "is_shared")}
 
 
 def _is_extreme(operands: Sequence[Scaling]) -> bool:
@@ -378,8 +446,10 @@ def _joined(operands: Sequence[Scaling]) -> Scaling:
     """Returns the scaling of a sum, or of one of several numbers: that of the largest power."""
     if any(math.isnan(x.power) for x in operands):
         return _UNKNOWN._replace(**_marks(operands))
-    marks = _NEW | _marks(operands) | {"is_extreme": _is_extreme(operands)}
-    return max(operands, key=lambda x: x.power)._replace(**marks)
+    largest = max(operands, key=lambda x: x.power)
+    marks = _marks(operands)
+    is_total = largest.is_total and not marks["is_own"]
+    return largest._replace(is_extreme=_is_extreme(operands), is_total=is_total, constant=None, **marks)
 
 
 def _same(operands: Sequence[Scaling]) -> Scaling:
@@ -401,8 +471,47 @@ def _differs(one: Any, two: Any) -> bool:
     return one.aval.shape != two.aval.shape
 
 
-def _row_axes(one: Any, two: Any, axes: Sequence[int]) -> tuple[int, int, int]:
-    """Returns how many of some axes of an array are of rows, and the number of items along all of them, and these."""
-    sizes, second_sizes = ([v.aval.shape[axis] for axis in axes] for v in (one, two))
+def _sizes(one: Any, two: Any, axes: Sequence[int], place: int = 0) -> tuple[int, int, int]:
+    """Returns how many of some axes of an operand are of rows, and the items along all of them, and along these."""
+    sizes, second_sizes = ([eqn.invars[place].aval.shape[axis] for axis in axes] for eqn in (one, two))
     of_rows = [size for size, second in zip(sizes, second_sizes, strict=True) if size != second]
     return len(of_rows), math.prod(sizes), math.prod(of_rows)
+
+
+def _reduced_axes(one: Any, two: Any) -> tuple[int, int, int] | None:
+    """Returns along how many axes of rows a primitive reduces, and how many items, and rows; None if it does not."""
+    name, params = one.primitive.name, one.params
+    if name in ("reduce_sum", "reduce_max", "reduce_min"):
+        return _sizes(one, two, params["axes"])
+    if name in ("cumsum", "cummax", "cummin"):
+        return _sizes(one, two, [params["axis"]])
+    if name == "dot_general":
+        return _sizes(one, two, params["dimension_numbers"][0][0])
+    if name in ("reduce_window_sum", "reduce_window_max", "reduce_window_min"):
+        windows, second_windows = (eqn.params["window_dimensions"] for eqn in (one, two))
+        of_rows = [size for size, second in zip(windows, second_windows, strict=True) if size != second]
+        return len(of_rows), math.prod(windows), math.prod(of_rows)
+    if name == "conv_general_dilated":  # over the rows of both, where the result has none
+        axes, items, rows = _reduced(one.invars, two.invars, one, two)
+        return axes // 2, items, rows
+    return None
+
+
+def _reduced(invars: Sequence[Any], second_invars: Sequence[Any], one: Any, two: Any) -> tuple[int, int, int]:
+    """Returns how many more axes of rows some operands have than the result, their items, and how many more rows."""
+
+    def row_sizes(variables: Sequence[Any], second_variables: Sequence[Any]) -> list[int]:
+        pairs = zip(variables, second_variables, strict=True)
+        sizes = (zip(var.aval.shape, second.aval.shape, strict=True) for var, second in pairs)
+        return [size for both in sizes for size, second in both if size != second]
+
+    own, results = row_sizes(invars, second_invars), row_sizes(one.outvars, two.outvars)
+    items = max(math.prod(var.aval.shape) for var in invars)
+    return max(len(own) - len(results), 0), items, max(math.prod(own) // math.prod(results), 1)
+
+
+def _summed(operands: Sequence[Scaling], axes: int, items: int, rows: int) -> Scaling:
+    """Returns the scaling of a sum of products, along some axes of rows."""
+    terms, more_rows = (math.prod(getattr(x, name) for x in operands) for name in ("terms", "rows"))
+    power = sum(x.power for x in operands) + axes
+    return Scaling(power, terms=terms * items, rows=more_rows * rows, **_marks(operands))
