@@ -392,6 +392,7 @@ class Exchange:
             owner = state.method.name if isinstance(state, ExchangeState) else type(state).__name__
             raise ValueError(f"The state must be that of {self.name}; got that of {owner}. Initialise it with this tx.")
         workers = axis_size(self.axes)  # its error comes before any work
+        _check_shapes(self.name, updates, params)
         if (parts := self._in_parts(updates)) is not self:
             return parts.update(updates, state, params)
         with jax.named_scope(SCOPE):
@@ -475,6 +476,20 @@ class Exchange:
             return leaf if self.chooses(path, leaf) == is_inside else optax.MaskedNode()
 
         return jax.tree_util.tree_map_with_path(choose, tree)
+
+
+def _check_shapes(name: str, updates: Any, params: Any) -> None:
+    """Refuses gradients of other shapes than the parameters, if both are given, such as one for each row."""
+    if params is None or jax.tree.structure(updates) != jax.tree.structure(params):
+        return
+    pairs = zip(jax.tree_util.tree_leaves_with_path(updates), jax.tree.leaves(params), strict=True)
+    for (path, update), param in pairs:
+        if jnp.shape(update) != jnp.shape(param):
+            raise ValueError(
+                f"Gradients must have the shapes of their parameters; got {jnp.shape(update)} for {jnp.shape(param)} "
+                f"at {jax.tree_util.keystr(path)!r}. Reduce gradients of rows before {name}: "
+                "optax.contrib.differentially_private_aggregate(..., noise_multiplier=0) goes before it."
+            )
 
 
 class ExchangeTransformation(optax.GradientTransformation):

@@ -398,9 +398,10 @@ def _is_key(leaf: Any) -> bool:
 
 def _shared_noise(name: str) -> str:
     return (
-        f"Noise before {name} is the same on all workers, since its key is replicated: the variance of the mean does "
-        f"not fall with the number of workers K. Put optax.add_noise after {name}, with its variance divided by K; "
-        "optax.contrib.differentially_private_aggregate goes before it with noise_multiplier=0."
+        f"Noise before {name} is the same on all workers, since its key is replicated. Put optax.add_noise after "
+        f"{name}, where it is that of one device. optax.contrib.differentially_private_aggregate goes before it with "
+        "noise_multiplier=0 (then ignore this warning), and the variance of its noise on one device, that of all rows, "
+        "is (noise_multiplier * l2_norm_clip / rows) ** 2."
     )
 
 

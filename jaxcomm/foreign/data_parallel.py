@@ -85,9 +85,13 @@ class DataParallel:
     @on_step_mesh
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Takes a step, with the arguments of the wrapped step; objects of Flax NNX are changed in place."""
+        return self._call(self._jitted, args, kwargs)
+
+    def _call(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Takes a step by a jitted or compiled `_on_mesh`."""
         named_args = self._given(args, kwargs)
         state, batch = self._parted(named_args)
-        out = self._take(state, batch)
+        out = self._take(state, batch, run)
         for name, new in out.changed.items():
             nnx.update(named_args[name], new)
         return nnx.split_states(out.returned)
@@ -109,14 +113,14 @@ class DataParallel:
         return self._jitted.trace(Packed.of(state, nnx.sharing(state)), Packed.of(batch))
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """Lowers the step for arrays or shapes, as `jax.jit(...).lower` does."""
-        return self.trace(*args, **kwargs).lower()
+        """Lowers the step for arrays or shapes, as `jax.jit(...).lower` does; pass what `place` returns."""
+        return _Stage(self.trace(*args, **kwargs).lower(), self._call)
 
     def loss_program(self, *args: Any, **kwargs: Any) -> Program:
         """Returns the collectives that the step has beside its exchange, as those of its loss, for `verify`."""
         return jaxpr_program(self.trace(*args, **kwargs).jaxpr, outside=SCOPE)
 
-    def _take(self, state: dict[str, Any], batch: dict[str, Any]) -> "Out":
+    def _take(self, state: dict[str, Any], batch: dict[str, Any], run: Callable[..., Any]) -> "Out":
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((state, batch))):
             if self._every is not None:
                 raise ValueError(
@@ -137,7 +141,7 @@ class DataParallel:
             packed = packed.replace(copy_repeats(packed.arrays, batch, id))
         self._check_batch(batch, math.prod(self.mesh.shape[name] for name in self._axes))
         rows = self._placed(Packed.of(batch), partial(self._row_specs, self._axes))
-        out = self._jitted(packed, rows)
+        out = run(packed, rows)
         self._returned = {id(leaf) for leaf in out.arrays}
         self._calls += 1
         result = out.tree()
@@ -315,6 +319,7 @@ class DataParallel:
             except (TypeError, ValueError) as error:
                 if "Non-hashable static" not in str(error):
                     _note_rows(error, workers, batch, specs[1], zip(names, state.arrays, specs[0], strict=True))
+                    _note_static(error, rebuilt)
                     raise
                 raise ValueError(
                     "Static arguments of a step's own jax.jit must be named for data_parallel, too; got a traced one. "
@@ -439,7 +444,7 @@ class DataParallel:
             is_state = bool(leaf.origin) and not leaf.is_loss(array_axes, scalars)
             usual = "mean" if array.shape == () and not is_state else ""
             reduction = leaf.said or usual
-            is_sum = is_count and (reduction in ("sum", "") or not (leaf.said or is_float))
+            is_sum = is_count and (reduction in ("sum", "") or not leaf.said)
             differs = leaf.spec == P() and (is_sum or not array_axes.isdisjoint(self.mesh.axis_names))
             if differs and reduction == "sum" and OTHER in array_axes:
                 raise ValueError(
@@ -489,6 +494,24 @@ class DataParallel:
                 f"{' and others' if names[8:] else ''} after {self._calls} steps. Start all processes with the same "
                 "parameters and seeds, and look for callbacks and kernels whose result is not determined."
             )
+
+
+class _Stage:
+    """A lowered or compiled step, with JAX's methods; the compiled one takes the step's own arguments."""
+
+    def __init__(self, stage: Any, call: Callable[..., Any]):
+        self._stage, self._call = stage, call
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stage, name)
+
+    def compile(self, *args: Any, **kwargs: Any) -> "_Stage":
+        """Does as `jax.stages.Lowered.compile`."""
+        return _Stage(self._stage.compile(*args, **kwargs), self._call)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Takes a step."""
+        return self._call(self._stage, args, kwargs)
 
 
 def data_parallel(
@@ -589,6 +612,11 @@ _WRAPPERS: dict[type, tuple[str, str]] = {
         "Leave it out, and keep the old parameters and optimizer's state where "
         "jaxcomm.exchange_metrics(opt_state).skipped is 1: on all workers, if a number of one is not finite",
     ),
+    optax.contrib.SAMState: (
+        "contrib.sam",
+        "Write jaxcomm.chain(exchange, sam); with opaque_mode=True, average the gradients of grad_fn over the "
+        "workers: jax.tree.map(lambda leaf: jax.lax.pmean(leaf, axis), gradients)",
+    ),
 }
 
 
@@ -599,6 +627,21 @@ def _parameters(step: Callable[..., Any]) -> list[str]:
     except (TypeError, ValueError):
         return []
     return [param.name for param in parameters if param.kind in (param.POSITIONAL_ONLY, param.POSITIONAL_OR_KEYWORD)]
+
+
+def _note_static(error: Exception, args: dict[str, Any]) -> None:
+    """Notes at an error about traced values which arguments may have been Python's numbers.
+
+    Args:
+      error: the error.
+      args: the arguments that are not batches, traced, by name.
+    """
+    names = [name for name, arg in args.items() if is_array(arg) and not jnp.ndim(arg) and jax.typeof(arg).weak_type]
+    if names and re.search("[Tt]race[dr]|[Cc]oncret", str(error)):
+        error.add_note(
+            "data_parallel compiles the step, and passes numbers as arrays. Name by static= the arguments that must be "
+            f"Python's own, a size or a flag; numbers are {', '.join(map(repr, names))}."
+        )
 
 
 def _note_rows(error: Exception, workers: int, batch: Packed, cut: list[P], named_arrays: Iterable[Any]) -> None:

@@ -96,12 +96,13 @@ _KEEP = frozenset(
     (
         *("abs", "broadcast_in_dim", "convert_element_type", "copy", "expand_dims", "neg", "optimization_barrier"),
         *("pcast", "pvary", "real", "imag", "reduce_precision", "reshape", "rev", "slice", "squeeze", "stop_gradient"),
-        *("transpose", "fft"),
+        *("conj", "fft", "transpose"),
     )
 )
-_JOIN = ["add", "add_any", "clamp", "concatenate", "dynamic_update_slice", "max", "min", "pad", "sub"]
+_JOIN = ["add", "add_any", "clamp", "complex", "concatenate", "dynamic_update_slice", "max", "min", "pad", "sub"]
 _SUMS = ("psum", "psum_invariant", "psum2", "reduce_scatter")
 _PICK = {"gather": slice(1), "dynamic_slice": slice(1), "select_n": slice(1, None), "select_and_scatter_add": slice(1)}
+_KERNELS = ("custom_linear_solve", "ffi_call", "linear_solve", "pallas_call", "ragged_dot", "ragged_dot_general")
 _ROOTS = {"sqrt": 0.5, "rsqrt": -0.5, "cbrt": 1 / 3, "square": 2}
 _EXTREMES = ("reduce_max", "reduce_min", "cummax", "cummin", "reduce_window_max", "reduce_window_min")
 
@@ -347,6 +348,9 @@ class _Walk:
         is_plain = all(power in (0, -math.inf) for power in powers)
         is_ordered = name in ("sort", "top_k") and _sizes(one, two, [one.params.get("dimension", -1)])[0]
         has_rows = [any(map(_differs, *pair)) for pair in ((one.invars, two.invars), (one.outvars, two.outvars))]
+        factors = set(powers) - {0, -math.inf}
+        if name in _KERNELS and len(factors) == 1 and has_rows[1]:  # of a cotangent, taken to be linear
+            return Scaling(factors.pop(), **marks)
         is_by_rows = is_plain and not is_ordered and (has_rows[1] or not has_rows[0])
         return Scaling(**marks) if is_by_rows else _UNKNOWN._replace(**marks)
 

@@ -263,7 +263,7 @@ BY_EFFECT = {
 }
 REFUSED = BY_STATE | BY_EFFECT
 
-NOISE = r"Noise before .* is the same on all workers, .* Put optax.add_noise after .* divided by K"
+NOISE = r"Noise before .* is the same on all workers, .* Put optax.add_noise after .* that of one device"
 RATE = r"A learning rate before .* enters the residual, .*: put it after"
 L2 = r"Weight decay before .* is L2, which the optimizer after it normalises .*: put it after"
 SGDW = r"Weight decay after .* has none of its momentum of 0.9, .*: put optax.add_decayed_weights before"

@@ -1,6 +1,7 @@
 """What users' own scripts do around a step: counters, ensembles, checks, pickles. Each is compared with one device."""
 
 import pickle
+import re
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.training.train_state import TrainState
 from jax.experimental import checkify
 
 import jaxcomm as jc
@@ -76,6 +78,16 @@ def test_a_count_by_shape():
     """The count of steps, which the pattern finds too, goes on as on one device."""
     reference = trained(optax.sgd(0.1), COUNTS, count_rows)
     assert trained(DENSE, COUNTS, count_rows, on_workers(sum="seen|steps")) == reference == {"seen": 32, "steps": 2}
+
+
+@pytest.mark.parametrize("kind", [float, jnp.float32])
+def test_a_number_of_rows_as_a_float(kind):
+    def count(statistics, params, batch):
+        return {"rows": kind(len(batch["x"]))}
+
+    with pytest.raises(ValueError, match=r"got a sum at '1/rows'. Pass sum="):
+        trained(DENSE, {}, count, on_workers())
+    assert trained(DENSE, {}, count, on_workers(sum="rows"))["rows"] == ROWS
 
 
 def test_a_count_that_the_step_sums():
@@ -290,5 +302,81 @@ def test_a_wrapper_that_goes_by_own_gradients_is_refused_with_a_remedy():
     on_mesh, chain = lambda step: jc.data_parallel(step, jc.make_mesh(data=K)), jc.chain(jc.plump_dp(), optimizer)
     with pytest.raises(ValueError, match=r"inside optax\.apply_if_finite.*skipped is 1"):
         parameters(optax.apply_if_finite(chain, 3), on_mesh, lambda new, old: new)
+    opaque = optax.contrib.sam(chain, optax.sgd(0.01), opaque_mode=True)
+    with pytest.raises(ValueError, match=r"inside optax\.contrib\.sam.*Write jaxcomm\.chain\(exchange, sam\)"):
+        parameters(opaque, on_mesh, lambda new, old: new)
     alone = parameters(optax.apply_if_finite(optimizer, 3), jax.jit, lambda new, old: new)
     np.testing.assert_allclose(parameters(chain, on_mesh, keep)["w"], alone["w"], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("first", [0, jnp.int32(0)], ids=["a number", "an array"])
+def test_a_sum_beside_a_schedule(first):
+    """A state of Flax begins with Python's 0, of a weak type."""
+
+    def step(state, batch):
+        value, gradients = jax.value_and_grad(lambda p: losses_of(p, batch).sum())(state.params)
+        return state.apply_gradients(grads=gradients), {"loss": value, "rate": 0.1 / (1 + state.step)}
+
+    state = TrainState.create(apply_fn=None, params=params_of(0), tx=DENSE).replace(step=first)
+    with pytest.raises(ValueError, match="the gradient of a sum"):
+        jc.data_parallel(step, jc.make_mesh(data=K))(state, batch_of(0))
+
+
+def test_a_loop_of_python_warns():
+    """Its program is another for other numbers of rows, so that nothing is known of it."""
+
+    def step(statistics, params, batch):
+        losses = losses_of(params, batch)
+        return sum(losses[i] for i in range(len(losses)))
+
+    with pytest.warns(UserWarning, match="gradients, 1: cannot be told to be a mean over rows"):
+        trained(DENSE, 0.0, step, on_workers(), count=1)
+
+
+@pytest.mark.parametrize("exchange", [jc.plump_dp(), jc.topk(0.5, dense_below=0)])
+def test_gradients_of_each_row(exchange):
+    aggregate = optax.contrib.differentially_private_aggregate(1.0, 0.0, 0)
+
+    def run(tx, wrap):
+        def step(params, opt_state, batch):
+            rows = jax.tree.map(lambda x: x[:, None], batch)
+            gradients = jax.vmap(jax.grad(loss_of), in_axes=(None, 0))(params, rows)
+            updates, opt_state = tx.update(gradients, opt_state, params)
+            return optax.apply_updates(params, updates), opt_state
+
+        return wrap(step)(params_of(0), tx.init(params_of(0)), batch_of(0))[0]
+
+    with pytest.raises(
+        ValueError, match=r"shapes of their parameters; got \(4, 30\) for \(30,\).*_aggregate\(\.\.\., noise"
+    ):
+        run(jc.chain(exchange, optax.sgd(0.1)), on_workers())
+    with pytest.warns(UserWarning, match=r"with noise_multiplier=0 \(then ignore"):
+        private = run(jc.chain(aggregate, jc.plump_dp(), optax.sgd(0.1)), on_workers())
+    np.testing.assert_allclose(private["w"], run(optax.chain(aggregate, optax.sgd(0.1)), jax.jit)["w"], rtol=1e-5)
+
+
+def test_compiled_ahead_of_time():
+    tx = jc.chain(jc.topk(0.9), optax.sgd(0.1, momentum=0.9))
+
+    def step(params, opt_state, batch):
+        value, gradients = jax.value_and_grad(loss_of)(params, batch)
+        updates, opt_state = tx.update(gradients, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, value
+
+    parallel = on_workers()(step)
+    args = params_of(0), parallel.place(tx.init(params_of(0))), batch_of(0)
+    compiled = parallel.lower(*args).compile()
+    jax.tree.map(np.testing.assert_array_equal, compiled(*args), parallel(*args))
+    assert "all-gather" in compiled.as_text()
+
+
+def test_a_size_that_is_not_static_is_named():
+    def step(params, opt_state, batch, size):
+        updates, opt_state = DENSE.update(jax.grad(loss_of)(params, batch), opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, jnp.zeros(size)
+
+    args = params_of(0), DENSE.init(params_of(0)), batch_of(0), 3
+    with pytest.raises(TypeError) as caught:
+        on_workers()(step)(*args)
+    assert re.search("Name by static= the arguments .*'size'", caught.value.__notes__[0])
+    assert on_workers(static="size")(step)(*args)[2].shape == (3,)
