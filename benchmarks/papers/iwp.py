@@ -134,13 +134,13 @@ def table_1(config: Config, records: Records) -> None:
 
 
 def resnet_101(config: Config, records: Records) -> None:
-    """Trains a twin of ResNet-101, for which the paper has neither figures nor threshold, with that of ResNet-50's."""
+    """Trains a twin of ResNet-101, for which the paper has no figures, at the ratio of ResNet-50."""
     row = fixed_row("ResNet-50")
-    tuned = _method_of(config, records, row, config.twin(row.twin))
-    assert isinstance(tuned, Iwp)
     changes = {"global_batch": BATCH_101, **({} if config.steps else {"steps": STEPS_101})}
     experiment = config.twin(row.twin, **changes, **({} if config.smoke else {"architecture": RESNET_101}))
     experiment = dataclasses.replace(experiment, eval_every=min(EVERY_101, experiment.steps))
+    tuned = _method_of(config, records, row, experiment)
+    assert isinstance(tuned, Iwp)
     base, rows = last_accuracies(train_seeds(records, experiment, PlumpDp(), config.seeds)), []
     for method in (PlumpDp(), pruning(experiment, tuned.alpha, density=tuned.density)):
         runs = train_seeds(records, experiment, method, config.seeds)
