@@ -6,8 +6,8 @@
 A time is that of a whole process, from its start to its end. With `--tensors`, it is the processor time, of all
 threads, in which a step with Adam and so many tensors of 64 x 64 is traced and compiled on 4 simulated devices, beside
 that of the same step under plain `jax.jit` on one; each in a process of its own, so that nothing is compiled before.
-"llama" is Llama 3 8B without the rotation of positions, 291 tensors, by shapes alone. The processes take turns, and a ratio is the median of those
-of the turns.
+"llama" is Llama 3 8B without the rotation of positions, 291 tensors, by shapes alone. The processes take turns, and a
+ratio is the median of those of the turns.
 """
 
 import dataclasses

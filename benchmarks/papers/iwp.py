@@ -140,9 +140,8 @@ def resnet_101(config: Config, records: Records) -> None:
     experiment = config.twin(row.twin, **changes, **({} if config.smoke else {"architecture": RESNET_101}))
     experiment = dataclasses.replace(experiment, eval_every=min(EVERY_101, experiment.steps))
     tuned = _method_of(config, records, row, experiment)
-    assert isinstance(tuned, Iwp)
     base, rows = last_accuracies(train_seeds(records, experiment, PlumpDp(), config.seeds)), []
-    for method in (PlumpDp(), pruning(experiment, tuned.alpha, density=tuned.density)):
+    for method in (PlumpDp(), tuned):
         runs = train_seeds(records, experiment, method, config.seeds)
         gain = Difference.of(last_accuracies(runs), base)
         rows.append(
