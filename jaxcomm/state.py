@@ -316,7 +316,7 @@ def check_model_state(model_state: Any, *, takes_counts: bool = False) -> None:
                 "The leaves of a model's state must be of a real floating type, since they are averaged over the "
                 f"workers; got {dtype} at {jax.tree_util.keystr(path)!r}. Keep counters and random keys out of it "
                 "(nnx.state(model, nnx.BatchStat) has running statistics alone), or make the leaf a float. A step "
-                "with an exchange of gradients, without specs= and stages, takes counters and keys."
+                "with an exchange of gradients, without stages, takes counters and keys."
             )
 
 

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -16,6 +15,7 @@ from jaxcomm.exchange import keep_unless
 from jaxcomm.kernels.numerics import is_applicable_tree, widened
 from jaxcomm.state import trained, with_untrained
 from jaxcomm.steps.batch import Batch
+from jaxcomm.steps.engine import mean_over_workers
 from jaxcomm.steps.loss import LossFn, Scalars, in_turns
 from jaxcomm.steps.replication import over_workers
 from jaxcomm.steps.sharding import ShardedExchange
@@ -79,13 +79,16 @@ class ByWorkers:
             if not is_local:
                 pairs = zip(jax.tree.leaves(gradients), exchange.reduced, strict=True)
                 scaled = [leaf / math.prod(exchange.sizes) if reduced else leaf[None] for leaf, reduced in pairs]
-                return Gradients(*self._mean(exchange, scalars, new_state), treedef.unflatten(scaled))
+                means = mean_over_workers(scalars, new_state, exchange.axis_name, self.kinds)
+                return Gradients(*means, treedef.unflatten(scaled))
             ok, extra_axes = is_applicable_tree(gradients), tuple(axis for axis in self.manual if axis not in names)
             if extra_axes:
                 ok = lax.pmin(ok.astype(jnp.int32), extra_axes) > 0
             new_state = keep_unless(ok, new_state, model_state)
-            means = _as_row((widened(scalars), new_state)) if is_alone else self._mean(exchange, scalars, new_state)
-            return Gradients(*means, *_as_row((gradients, loss, ok)))
+            rows = _as_row((gradients, loss, ok))
+            if is_alone:
+                return Gradients(*_as_row((widened(scalars), new_state)), *rows)
+            return Gradients(*mean_over_workers(scalars, new_state, exchange.axis_name, self.kinds), *rows)
 
         is_exchanged = not any(exchange.reduced) and set(self.manual) == set(names)
         shard_map: Any = over_workers if is_exchanged else jax.shard_map  # else JAX must track what differs
@@ -129,12 +132,6 @@ class ByWorkers:
             return jax.value_and_grad(objective, has_aux=True)(trained(params))
 
         return in_turns(value_and_gradients, self.kinds, exchange.axis_name)(local_params, model_state, batch)
-
-    def _mean(self, exchange: ShardedExchange, scalars: dict[str, Any], model_state: PyTree) -> tuple[Any, Any]:
-        """Averages scalars and the model's state over the workers, in one all-reduce."""
-        scalars = self.kinds.largest(scalars, exchange.axis_name)
-        vector, unravel = ravel_pytree((widened(scalars), model_state))
-        return unravel(lax.psum(to_varying(vector, exchange.names), exchange.names) / math.prod(exchange.sizes))
 
     def _noted_loss(self, params: Params, model_state: PyTree, batch: Batch) -> Any:
         """Calls the loss; adds to an error of JAX a note on what a loss gets with `specs`."""

@@ -123,7 +123,7 @@ class Sharded(Placement):
         tables = self.tables(params, exchange)
         if tables is not None:
             check_additive(exchange, trained(params), tables)
-        check_model_state(model_state)
+        check_model_state(model_state, takes_counts=not self.is_local)
         specs = exchange.specs_of(params)
         params = jax.tree.map(lambda leaf, spec: place(leaf, NamedSharding(self.mesh, spec)), params, specs)
         model_state = place(jax.tree.map(jnp.asarray, model_state), NamedSharding(self.mesh, P()))

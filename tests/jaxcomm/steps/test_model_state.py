@@ -216,7 +216,7 @@ def test_a_loss_without_it():
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("workers", ["mesh", "simulated"])
+@pytest.mark.parametrize("workers", ["mesh", "simulated", "sharded"])
 def test_counters_and_keys(workers, accumulate):
     def loss(params, state, batch):
         new = {"key": jax.random.split(state["key"])[0], "mean": batch.mean(0), "turns": state["turns"] + 1}
@@ -228,11 +228,11 @@ def test_counters_and_keys(workers, accumulate):
 
     def make(loss):
         tx, options = jc.chain(jc.plump_dp(), optax.sgd(0.1)), {"has_state": True, "accumulate": accumulate}
-        return (
-            jc.make_train_step(loss, tx, jc.make_mesh(data=K), **options)
-            if workers == "mesh"
-            else jc.simulate(loss, tx, K, **options)
-        )
+        if workers == "simulated":
+            return jc.simulate(loss, tx, K, **options)
+        shards = {"specs": {"w": jax.P(None, "fsdp")}, "auto": ("fsdp",)} if workers == "sharded" else {}
+        mesh = jc.make_mesh(data=K // 2, fsdp=2) if shards else jc.make_mesh(data=K)
+        return jc.make_train_step(loss, tx, mesh, **options, **shards)
 
     start = {"key": jax.random.key(1), "mean": jnp.zeros(5), "turns": jnp.int32(3)}
     step = make(loss)
