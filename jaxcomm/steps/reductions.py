@@ -95,8 +95,8 @@ NOTES = {"sum": "", "max": " (of a minimum: return its negative)"}
 _KEEP = frozenset(
     (
         *("abs", "broadcast_in_dim", "convert_element_type", "copy", "expand_dims", "neg", "optimization_barrier"),
-        *("pcast", "pvary", "real", "imag", "reduce_precision", "reshape", "rev", "slice", "squeeze", "stop_gradient"),
-        *("conj", "fft", "transpose"),
+        *("pcast", "pvary", "real", "imag", "reduce_precision", "reshape", "rev", "slice", "split", "squeeze"),
+        *("conj", "fft", "stop_gradient", "transpose"),
     )
 )
 _JOIN = ["add", "add_any", "clamp", "complex", "concatenate", "dynamic_update_slice", "max", "min", "pad", "sub"]
@@ -315,8 +315,8 @@ class _Walk:
         inner = [inner_jaxprs(eqn.params) for eqn in (one, two)]
         if name != "while" and len(inner[0]) == len(inner[1]) == 1 and len(inner[0][0].invars) == len(operands):
             return self.outputs(inner[0][0], inner[1][0], operands)
-        if name == "split" or name in _KEEP:
-            return [operands[0]] * len(one.outvars) if name == "split" else operands[: len(one.outvars)]
+        if name in _KEEP:
+            return operands * len(one.outvars) if len(operands) == 1 else operands
         return [self._of_primitive(one, two, operands)] * len(one.outvars)
 
     def _of_primitive(self, one: Any, two: Any, operands: list[Scaling]) -> Scaling:
@@ -475,9 +475,9 @@ def _differs(one: Any, two: Any) -> bool:
     return one.aval.shape != two.aval.shape
 
 
-def _sizes(one: Any, two: Any, axes: Sequence[int], place: int = 0) -> tuple[int, int, int]:
-    """Returns how many of some axes of an operand are of rows, and the items along all of them, and along these."""
-    sizes, second_sizes = ([eqn.invars[place].aval.shape[axis] for axis in axes] for eqn in (one, two))
+def _sizes(one: Any, two: Any, axes: Sequence[int]) -> tuple[int, int, int]:
+    """Returns how many axes of the first operand are of rows, and the items along all of them, and along these."""
+    sizes, second_sizes = ([eqn.invars[0].aval.shape[axis] for axis in axes] for eqn in (one, two))
     of_rows = [size for size, second in zip(sizes, second_sizes, strict=True) if size != second]
     return len(of_rows), math.prod(sizes), math.prod(of_rows)
 
