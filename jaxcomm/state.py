@@ -219,8 +219,14 @@ def trained(params: Any) -> Any:
 
 
 def is_trained(leaf: Any) -> bool:
-    """Returns whether a parameter has a gradient."""
-    dtype = jnp.result_type(leaf)
+    """Returns whether a parameter has a gradient; refuses what is no array."""
+    try:
+        dtype = jnp.result_type(leaf)
+    except TypeError:
+        raise ValueError(
+            f"Parameters must be arrays; got a {type(leaf).__name__}. Pass what is trained, and bind the rest to the "
+            "loss: eqx.partition(model, eqx.is_array), nnx.split(model, nnx.Param, ...), variables['params']."
+        ) from None
     is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
     return not (is_key or dtype == jnp.bool_ or jnp.issubdtype(dtype, jnp.integer))
 

@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -11,10 +11,20 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcomm.collectives.axis import AxisName, axis_names, is_bound, to_varying, zeros_of
+from jaxcomm.exchange import leaf_name
 from jaxcomm.kernels.numerics import widened
 from jaxcomm.state import is_averaged, trained, with_untrained
 from jaxcomm.steps.batch import Batch
-from jaxcomm.steps.reductions import KINDS, NOTES, Scaling, scalings, warn_of_unknown, warn_of_weights
+from jaxcomm.steps.reductions import (
+    KINDS,
+    NOTES,
+    Scaling,
+    flaw_of_extreme,
+    flaw_of_sum,
+    scalings,
+    warn_of_unknown,
+    warn_of_weights,
+)
 from jaxcomm.types import ExchangeMetrics
 
 LossFn = Callable[..., Any]
@@ -105,9 +115,12 @@ class Scalars(NamedTuple):
         parts = self.micro_batches * (lax.axis_size(tuple(names)) if names else 1)
         if parts == 1 or not rows:
             return
-        numbers = scalings(function, rows, parts)
+        numbers = scalings(function, rows, parts // self.micro_batches, names)
         if numbers is None:
             return
+        self._check_names({"loss": numbers[0], **numbers[1]})
+        if self.micro_batches > 1:  # what is of all workers is still of one micro-batch
+            numbers = jax.tree.map(Scaling.of_micro_batch, numbers, is_leaf=lambda node: isinstance(node, Scaling))
         loss, scalars, model_state = numbers
         if loss.reduction == "sum" and self.of("loss") == "mean":
             raise ValueError(
@@ -120,16 +133,12 @@ class Scalars(NamedTuple):
                 "A loss must be a mean or a sum over rows; got an extreme of a worker's rows, of which the step "
                 "would take the mean. Take it of all rows: jax.lax.all_gather(losses, axis, tiled=True).max()."
             )
-        if loss.power == 0 and loss.is_own and self.of("loss") == "sum":
-            raise ValueError(
-                f"sum= must name sums over rows; got {self.sum!r}, which finds the loss, a mean. Narrow the pattern."
-            )
         for name, scalar in scalars.items():
             if self.of(name) == "mean" and (how := scalar.reduction):
                 raise ValueError(
                     "A scalar of a loss must be a mean over rows, or be named by sum= or max=; got "
                     f"{KINDS[how]} for {name!r}, of which the step would take the mean over workers and micro-batches. "
-                    f"Pass {how}={re.escape(name)!r}{NOTES[how]}, or return its mean."
+                    f"Pass {how}={'^' + re.escape(name) + '$'!r}{NOTES[how]}, or return its mean."
                 )
         leaves = jax.tree_util.tree_leaves_with_path(model_state, is_leaf=lambda node: isinstance(node, Scaling))
         for path, number in leaves:
@@ -137,11 +146,23 @@ class Scalars(NamedTuple):
                 raise ValueError(
                     "A model's state must be of means over rows, since it is averaged over the workers; got "
                     f"{KINDS[how]} at {jax.tree_util.keystr(path)!r}. Take it of all rows: jax.lax.p{how}(x, axis) in "
-                    "the loss."
+                    f"the loss{', of jax.lax.stop_gradient(x)' * (how == 'max')}; of a number, jnp.float32(x)."
                 )
-        by_name = {"loss": loss, **{name: scalar for name, scalar in scalars.items() if self.of(name) == "mean"}}
+        by_name = {"loss": loss, **scalars, **{jax.tree_util.keystr(path): number for path, number in leaves}}
         warn_of_weights([name for name, number in by_name.items() if number.is_quotient])
         warn_of_unknown([name for name, number in by_name.items() if number.is_unknown])
+
+    def _check_names(self, numbers: Mapping[str, Scaling]) -> None:
+        """Refuses names of sums and maxima that are none."""
+        for name, number in numbers.items():
+            how = self.of(name)
+            if how == "mean" or (number.is_unknown and not number.is_mixed):
+                continue
+            if flaw := flaw_of_sum(number) if how == "sum" else flaw_of_extreme(number):
+                raise ValueError(
+                    f"{how}= must name {KINDS[how]} over a worker's own rows, and nothing else; got "
+                    f"{getattr(self, how)!r}, which finds {name!r}, {flaw}. Narrow the pattern, or return it without."
+                )
 
     def of_all(self, name: str, value: Any, axis_name: AxisName) -> jax.Array:
         """Returns what is the sum or the mean if it is averaged over micro-batches and workers; a worker's own maximum.
@@ -163,10 +184,18 @@ class Scalars(NamedTuple):
 
 
 def loss_of(
-    loss_fn: LossFn, has_aux: bool, has_state: bool, axis_name: AxisName, kinds: Scalars | None = None
+    loss_fn: LossFn,
+    has_aux: bool,
+    has_state: bool,
+    axis_name: AxisName,
+    kinds: Scalars | None = None,
+    with_rows: Collection[str] = (),
 ) -> LossFn:
-    """Wraps any loss as (params, model_state, batch) -> (loss, (scalars, new model_state))."""
-    kinds, has_known_scaling = Scalars() if kinds is None else kinds, False
+    """Wraps any loss as (params, model_state, batch) -> (loss, (scalars, new model_state)).
+
+    In the place of the parameters `with_rows`, by path, it gets vectors of a worker's rows.
+    """
+    kinds, known = Scalars() if kinds is None else kinds, set[Any]()
 
     def parts(params: Any, model_state: Any, batch: Any) -> tuple[Any, dict[str, Any], Any]:
         args = (params, model_state, batch) if has_state else (params, batch)
@@ -202,14 +231,23 @@ def loss_of(
         return value, scalars, model_state
 
     def loss(params: Any, model_state: Any, batch: Any) -> tuple[jax.Array, tuple[dict[str, jax.Array], Any]]:
-        nonlocal has_known_scaling
         value, scalars, new_state = parts(params, model_state, batch)
         value, scalars = kinds.checked(value, scalars, axis_name)
-        if isinstance(batch, Batch) and not has_known_scaling:
-            kinds.check_scaling(
-                lambda rows: parts(params, model_state, replace(batch, rows=rows)), batch.rows, axis_name
-            )
-            has_known_scaling = True
+        if (
+            isinstance(batch, Batch)
+            and (kind := str(jax.tree.map(jax.typeof, (params, model_state, batch)))) not in known
+        ):
+            leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
+            tables = [place for place, (path, _) in enumerate(leaves) if leaf_name(path) in with_rows]
+
+            def of_rows(rows: list[Any]) -> Any:
+                arrays = [leaf for _, leaf in leaves]
+                for place, vectors in zip(tables, rows[len(batch.rows) :], strict=True):
+                    arrays[place] = vectors
+                return parts(treedef.unflatten(arrays), model_state, replace(batch, rows=rows[: len(batch.rows)]))
+
+            kinds.check_scaling(of_rows, [*batch.rows, *(leaves[place][1] for place in tables)], axis_name)
+            known.add(kind)
         return value, (scalars, new_state)
 
     return loss
@@ -302,7 +340,7 @@ def in_turns(gradients_fn: GradientsFn, kinds: Scalars, axis_name: AxisName) -> 
         return gradients_fn
 
     def gradients(params: Any, model_state: Any, batch: Batch) -> Any:
-        rows = [leaf.reshape(micro_batches, -1, *leaf.shape[1:]) for leaf in batch.rows]
+        rows = [leaf.reshape(micro_batches, len(leaf) // micro_batches, *leaf.shape[1:]) for leaf in batch.rows]
 
         def vary(state: Any) -> Any:
             return jax.tree.map(lambda leaf: to_varying(leaf, axis_name) if is_averaged(leaf) else leaf, state)

@@ -234,7 +234,7 @@ def _sharded_step(loss_fn: LossFn, placement: Sharded, settings: StepSettings) -
             "accumulate must be 1 with lookups, which take the rows of a whole batch; got "
             f"{settings.accumulate}. Leave one of them out."
         )
-    loss = settings.loss(loss_fn)
+    loss = settings.loss(loss_fn, tuple(placement.lookups))
     if placement.is_explicit:
         gradients = ByCompiler(loss, placement.mesh)
     else:

@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jax.extend.core import Literal
 from jax.sharding import PartitionSpec as P
 
-from jaxcomm.accounting.jaxpr import COLLECTIVES, inner_jaxpr, inner_jaxprs, scan_counts
+from jaxcomm.accounting.jaxpr import COLLECTIVES, equation_axes, inner_jaxpr, inner_jaxprs, scan_counts
 from jaxcomm.collectives.axis import abstract_mesh
 from jaxcomm.exchange import SCOPE
 
@@ -29,22 +30,22 @@ class Scaling(NamedTuple):
       power: it is n**power times as large: 1 for a sum over rows, 0 for a mean, -inf for 0; NaN if it is not known.
       is_own: whether it is computed from a worker's own rows.
       is_weighted: whether it was divided by a sum over own rows, such as a number of valid tokens.
+      is_ratio: whether it is a quotient of two numbers of which each has no rows left.
       is_extreme: whether it is the largest or smallest of own rows.
-      is_total: whether it is a sum over the workers.
+      is_mixed: whether terms were added that scale differently.
+      is_total: whether it is of the rows of all workers.
       is_shared: whether it is computed from numbers of other workers.
-      terms: how many numbers were added, along rows and other axes.
-      rows: how many along rows alone.
       constant: its value, if it is a constant of the program.
     """
 
     power: float = 0
     is_own: bool = False
     is_weighted: bool = False
+    is_ratio: bool = False
     is_extreme: bool = False
+    is_mixed: bool = False
     is_total: bool = False
     is_shared: bool = False
-    terms: int = 1
-    rows: int = 1
     constant: float | None = None
 
     @property
@@ -60,32 +61,24 @@ class Scaling(NamedTuple):
     @property
     def is_unknown(self) -> bool:
         """Whether it may be neither a mean nor a sum over rows, and is computed from a worker's own alone."""
-        return self.is_own and not self.is_shared and self.power not in (0, 1, -math.inf)
+        is_neither = self.is_mixed or self.power not in (0, 1, -math.inf)
+        return self.is_own and not self.is_shared and is_neither and not self.is_quotient
 
     @property
     def is_quotient(self) -> bool:
-        """Whether it is of one size for any number of rows, and was divided by a sum computed from rows."""
-        return self.power == 0 and self.is_weighted
+        """Whether it is of one size for any number of rows, and was divided by a number of a worker's own."""
+        return self.power == 0 and (self.is_weighted or self.is_ratio)
 
-    def times(self, factor: float, workers: int, is_alone: bool) -> "Scaling":
-        """Returns that of the product with a constant that is the same for all rows.
-
-        If it is one by the number of terms or rows, a sum becomes a mean; so it does if it is the number of workers,
-        since the mean over these is then the sum over all rows. A total becomes a mean if it is one by that number.
-        """
-        is_mean = any(math.isclose(factor * count, 1, rel_tol=1e-5) for count in (self.terms, self.rows))
-        is_summed = self.power == 1 and (is_mean or factor == workers)
-        is_mean_of_workers = self.is_total and math.isclose(factor * workers, 1, rel_tol=1e-5)
-        power = self.power - is_summed + (is_mean_of_workers and is_alone)
-        terms, rows = (1, 1) if is_mean else (self.terms, self.rows)
-        is_total = self.is_total and not is_mean_of_workers
-        return self._replace(power=power, terms=terms, rows=rows, is_total=is_total, constant=None)
+    def of_micro_batch(self) -> "Scaling":
+        """Returns that of a number of one micro-batch of several: none is of all rows."""
+        is_own = self.is_own or self.is_shared
+        return self._replace(is_own=is_own, is_total=False, is_shared=False)
 
 
 _ROWS = Scaling(is_own=True)
+_READ = 1 << 16  # elements of a constant that is read
 _UNKNOWN = Scaling(math.nan)
 _NEITHER = _UNKNOWN._replace(is_own=True)
-_NEW: dict[str, Any] = {"is_extreme": False, "is_total": False, "constant": None}  # of most results
 
 # By `Scaling.reduction`: what is found, and what to do with a minimum.
 KINDS = {"sum": "a sum", "max": "an extreme"}
@@ -101,19 +94,43 @@ _KEEP = frozenset(
 )
 _JOIN = ["add", "add_any", "clamp", "complex", "concatenate", "dynamic_update_slice", "max", "min", "pad", "sub"]
 _SUMS = ("psum", "psum_invariant", "psum2", "reduce_scatter")
-_PICK = {"gather": slice(1), "dynamic_slice": slice(1), "select_n": slice(1, None), "select_and_scatter_add": slice(1)}
+_PICK = ("gather", "dynamic_slice", "select_n", "select_and_scatter_add")
 _KERNELS = ("custom_linear_solve", "ffi_call", "linear_solve", "pallas_call", "ragged_dot", "ragged_dot_general")
 _ROOTS = {"sqrt": 0.5, "rsqrt": -0.5, "cbrt": 1 / 3, "square": 2}
-_EXTREMES = ("reduce_max", "reduce_min", "cummax", "cummin", "reduce_window_max", "reduce_window_min")
+_EXTREMES = (
+    "reduce_max",
+    "reduce_min",
+    "reduce_or",
+    "reduce_and",
+    "cummax",
+    "cummin",
+    "reduce_window_max",
+    "reduce_window_min",
+)
 
 
-def scalings(function: Callable[..., Any], rows: Sequence[Any], workers: int) -> Any:
+def flaw_of_sum(number: Scaling) -> str:
+    """Returns what is wrong with a number whose sum over workers and micro-batches is taken; "" if nothing is."""
+    if number.is_total:
+        return "a sum over the workers already, which would count once for each of them: leave out jax.lax.psum"
+    if number.is_mixed:
+        return "a sum with other terms, which would count once for each worker and micro-batch"
+    return "no sum" if number.is_extreme or number.power not in (1, -math.inf) else ""
+
+
+def flaw_of_extreme(number: Scaling) -> str:
+    """Returns what is wrong with a number whose maximum over the workers is taken; "" if nothing is."""
+    return "no extreme" if number.is_own and not (number.is_extreme or number.is_shared) else ""
+
+
+def scalings(function: Callable[..., Any], rows: Sequence[Any], workers: int, axes: Sequence[str] = ()) -> Any:
     """Traces a function of a worker's rows for these and for twice as many.
 
     Args:
       function: of a list of arrays (rows, ...).
       rows: the arrays.
       workers: K.
+      axes: the axes of workers, as far as they are bound.
 
     Returns:
       The function's output, with a `Scaling` for each number; None if it cannot be traced for other rows.
@@ -131,7 +148,9 @@ def scalings(function: Callable[..., Any], rows: Sequence[Any], workers: int) ->
         )
     except Exception:
         return None
-    numbers = _compare(one, two, [_ROWS] * len(rows), _Walk(workers, 2))
+    numbers = _compare(one, two, [_ROWS] * len(rows), _Walk(workers, 2, axes))
+    if first > 1:  # what is of an only row is not told apart from what is of the first
+        numbers = [number._replace(is_shared=number.is_shared or number.is_unknown) for number in numbers]
     return jax.tree.unflatten(jax.tree.structure(out), numbers)
 
 
@@ -188,7 +207,7 @@ class StepScaling(NamedTuple):
         except Exception:
             return cls([], [], workers)
         inputs = dict(zip(program.jaxpr.invars, (_ROWS if has else Scaling() for has in has_rows), strict=True))
-        walk = _Walk(workers, workers, is_alone=True)
+        walk = _Walk(workers, workers, axes, is_alone=True)
         bodies = eqn.params["jaxpr"], other.params["jaxpr"]
         numbers = _compare(*bodies, [inputs.get(var, Scaling()) for var in eqn.invars], walk)
         if numbers[:1] == [_NEITHER]:
@@ -219,7 +238,8 @@ class StepScaling(NamedTuple):
                     f"{name!r}. Pass {how}={pattern!r}{NOTES[how]}; for the mean of the workers' numbers take "
                     "jax.lax.pmean(x, axis) in the step."
                 )
-        pairs = [("gradients", number) for number in self.gradients] + pairs
+        # In the backward pass of a normalisation by own statistics there are such ratios as well.
+        pairs = [("gradients", number._replace(is_ratio=False)) for number in self.gradients] + pairs
         warn_of_weights([name for name, number in pairs if number.is_quotient])
         warn_of_unknown([name for name, number in pairs if number.is_unknown])
 
@@ -267,14 +287,15 @@ class _Walk:
     """The walk over two traces.
 
     Attributes:
-      workers: K times the micro-batches.
+      workers: K.
       factor: n, how many times as many rows the second trace has.
+      axes: the axes of workers.
       is_alone: whether the second trace is of an only worker, which has the rows of all.
       gradients: what enters an exchange and is computed from own rows, as far as the walk has come.
     """
 
-    def __init__(self, workers: int, factor: int, is_alone: bool = False):
-        self.workers, self.factor, self.is_alone = workers, factor, is_alone
+    def __init__(self, workers: int, factor: int, axes: Sequence[str], is_alone: bool = False):
+        self.workers, self.factor, self.axes, self.is_alone = workers, factor, frozenset(axes), is_alone
         self.gradients: list[Scaling] = []
 
     def outputs(self, program: Any, other: Any, inputs: Sequence[Scaling]) -> list[Scaling]:
@@ -311,79 +332,106 @@ class _Walk:
         if name == "cond":
             pairs = zip(params["branches"], two.params["branches"], strict=True)
             branches = [self.outputs(*pair, operands[1:]) for pair in pairs]
-            return [_same(outs) for outs in zip(*branches, strict=True)]
+            return [_picked(operands[:1], _same(outs)) for outs in zip(*branches, strict=True)]
         inner = [inner_jaxprs(eqn.params) for eqn in (one, two)]
         if name != "while" and len(inner[0]) == len(inner[1]) == 1 and len(inner[0][0].invars) == len(operands):
             return self.outputs(inner[0][0], inner[1][0], operands)
-        if name in _KEEP:
+        if name in _KEEP and not _is_shifted(one, two):
             return operands * len(one.outvars) if len(operands) == 1 else operands
-        return [self._of_primitive(one, two, operands)] * len(one.outvars)
+        if name in COLLECTIVES and len(operands) == len(one.outvars):
+            return [self._of_collective(one, operand) for operand in operands]
+        outputs = [self._of_primitive(one, two, operands)] * len(one.outvars)
+        if name != "while":
+            return outputs
+        pairs = zip(outputs, one.outvars, two.outvars, strict=True)
+        return [out if _differs(*pair) or not out.is_own else _NEITHER for out, *pair in pairs]
 
     def _of_primitive(self, one: Any, two: Any, operands: list[Scaling]) -> Scaling:
         name, marks = one.primitive.name, _marks(operands)
         powers = [operand.power for operand in operands]
         if name in _PICK:
-            return _joined(operands[_PICK[name]])._replace(**marks)
+            places, numbers = (operands[:1], operands[1:]) if name == "select_n" else (operands[1:], operands[:1])
+            return _picked(places, _joined(numbers))._replace(is_own=marks["is_own"])
         if any(map(math.isnan, powers)):
             return _UNKNOWN._replace(**marks)
         if name in _JOIN:
-            return _joined(operands)
+            finite = {power for power in powers if power != -math.inf}
+            is_mixed = name in ("add", "add_any", "sub") and len(finite) > 1 and marks["is_own"]
+            joined = _joined(operands)
+            return joined._replace(is_mixed=joined.is_mixed or is_mixed)
         if name in ("mul", "div"):
-            product = self._of_product(name, *operands)
-            return product._replace(is_own=marks["is_own"], is_extreme=_is_extreme(operands), constant=None)
+            return self._of_product(one, two, *operands)
         if name in ("scatter", "scatter-add"):
             start, _, updates = operands
-            rows = _reduced(one.invars[2:], two.invars[2:], one, two) if name == "scatter-add" else (0, 1, 1)
-            return _joined([start, _summed([updates], *rows)])._replace(**marks)
-        if (reduced := _reduced_axes(one, two)) is not None:
+            axes = _reduced(one.invars[2:], two.invars[2:], one, two) if name == "scatter-add" else 0
+            return _joined([start, _summed([updates], axes)])._replace(is_own=marks["is_own"])
+        if (axes := _reduced_axes(one, two)) is not None:
+            if axes and _row_axes(one.invars[0], two.invars[0]) > 1:  # of pairs of rows, of which workers have some
+                return _UNKNOWN._replace(**marks)
             if name in _EXTREMES:
-                return operands[0]._replace(is_extreme=operands[0].is_extreme or reduced[0] > 0)
-            return _summed(operands, *reduced)
+                is_extreme = operands[0].is_extreme or (axes > 0 and operands[0].is_own)
+                return operands[0]._replace(is_extreme=is_extreme, constant=None)
+            return _summed(operands, axes)
         if name == "integer_pow" or name in _ROOTS:
-            return Scaling(powers[0] * _ROOTS.get(name, one.params.get("y")), **marks)
+            power = powers[0] * _ROOTS.get(name, one.params.get("y"))
+            return operands[0]._replace(power=power, constant=None)
         if name == "triangular_solve" and powers[0] == 0:
-            return operands[1]._replace(**_NEW | marks)
-        if name in COLLECTIVES:
-            return self._of_collective(name, operands)
+            return operands[1]._replace(constant=None, **marks)
         is_plain = all(power in (0, -math.inf) for power in powers)
-        is_ordered = name in ("sort", "top_k") and _sizes(one, two, [one.params.get("dimension", -1)])[0]
+        is_ordered = name in ("sort", "top_k") and _sizes(one, two, [one.params.get("dimension", -1)])
         has_rows = [any(map(_differs, *pair)) for pair in ((one.invars, two.invars), (one.outvars, two.outvars))]
         factors = set(powers) - {0, -math.inf}
         if name in _KERNELS and len(factors) == 1 and has_rows[1]:  # of a cotangent, taken to be linear
             return Scaling(factors.pop(), **marks)
-        is_by_rows = is_plain and not is_ordered and (has_rows[1] or not has_rows[0])
-        return Scaling(**marks) if is_by_rows else _UNKNOWN._replace(**marks)
+        is_by_rows = is_plain and not is_ordered and not _is_shifted(one, two) and (has_rows[1] or not has_rows[0])
+        return Scaling(is_extreme=_is_extreme(operands), **marks) if is_by_rows else _UNKNOWN._replace(**marks)
 
-    def _of_product(self, name: str, left: Scaling, right: Scaling) -> Scaling:
-        is_quotient = name == "div"
-        if right.constant and right.power == 0:
-            return left.times(1 / right.constant if is_quotient else right.constant, self.workers, self.is_alone)
-        if left.constant and left.power == 0 and not is_quotient:
-            return right.times(left.constant, self.workers, self.is_alone)
-        marks = {name: getattr(left, name) or getattr(right, name) for name in ("is_weighted", "is_shared")}
+    def _of_product(self, one: Any, two: Any, left: Scaling, right: Scaling) -> Scaling:
+        is_quotient, marks = one.primitive.name == "div", _marks([left, right])
+        is_total = (left.is_total != right.is_total if is_quotient else left.is_total or right.is_total) and not (
+            marks["is_own"]
+        )
+        power = left.power - right.power if is_quotient else left.power + right.power
+        for number, other in ((left, right), (right, left)):
+            if other.constant and other.power == 0 and number.is_total and (number is left or not is_quotient):
+                factor = 1 / other.constant if is_quotient else other.constant
+                is_total = not math.isclose(factor * self.workers, 1, rel_tol=1e-5)
+                power += self.is_alone and not is_total  # of an only worker, the total was counted as that of one of K
         if is_quotient:
-            if right.is_total and left.is_own and not self.is_alone:
-                return _UNKNOWN  # a Kth of a quotient
+            if right.is_total and right.power >= 1 and left.is_own and not self.is_alone:
+                return _NEITHER  # a Kth of a quotient
+            is_reduced = not any(map(_differs, one.invars, two.invars))
             marks["is_weighted"] |= right.power >= 1 and right.is_own
-            return Scaling(left.power - right.power, is_total=left.is_total != right.is_total, **marks)
-        terms, rows, is_total = left.terms * right.terms, left.rows * right.rows, left.is_total or right.is_total
-        return Scaling(left.power + right.power, is_total=is_total, terms=terms, rows=rows, **marks)
+            marks["is_ratio"] |= is_reduced and left.is_own and right.is_own
+            marks["is_mixed"] = left.is_mixed
+        is_pair = power >= 2 and left.is_own and right.is_own
+        number = Scaling(power, is_extreme=_is_extreme([left, right]), is_total=is_total, **marks)
+        return _UNKNOWN._replace(**marks) if is_pair else number
 
-    def _of_collective(self, name: str, operands: list[Scaling]) -> Scaling:
+    def _of_collective(self, eqn: Any, operand: Scaling) -> Scaling:
         """What all workers have is none's own. An only worker has as much as the sum of all."""
-        power, shared = max(operand.power for operand in operands), Scaling(is_shared=True)
+        name, axes = eqn.primitive.name, self.axes.intersection(equation_axes(eqn))
+        shared = operand._replace(is_shared=True, is_extreme=False, constant=None)
+        if not axes:
+            return operand
         if self.is_alone:
-            return shared._replace(power=power - (name in _SUMS), is_total=name in _SUMS)
-        if COLLECTIVES[name] != "all_reduce" or not operands[0].is_own:
-            return shared._replace(power=math.nan)
-        is_total = name in _SUMS
-        return shared._replace(power=power if is_total or power == 0 else math.nan, is_total=is_total)
+            is_total = name in _SUMS
+            return shared._replace(power=operand.power - is_total, is_total=is_total, is_own=False)
+        if not operand.is_own or COLLECTIVES[name] not in ("all_reduce", "all_gather"):
+            is_own = operand.is_own or name in ("reduce_scatter", "all_to_all", "ppermute")  # rows again
+            return shared._replace(is_own=is_own, is_total=operand.is_total and not is_own)
+        if axes != self.axes:
+            return _NEITHER
+        is_known = name in _SUMS or operand.power == 0
+        return shared._replace(
+            power=operand.power if is_known else math.nan, is_own=False, is_total=name not in ("pmax", "pmin")
+        )
 
     def _of_constants(self, one: Any, two: Any) -> Scaling:
         """Returns the scaling of a constant: 1 if it has grown as the rows have, -1 if its inverse has."""
         if not all(map(_is_number, (one, two))):
             return Scaling()
-        one, two = float(one), float(two)
+        one, two = (float(np.asarray(x).flat[0]) for x in (one, two))
         if one == two or math.isnan(one):
             return Scaling(-math.inf if one == 0 else 0, constant=one)
         power = math.log(two / one, self.factor) if math.isfinite(one * two) and one * two > 0 else 0.5
@@ -404,10 +452,10 @@ class _Walk:
         ways = [_accumulation(inner_jaxpr(bodies[0]), consts + place, place) for place in range(count)]
         zeros = [Scaling(-math.inf) if way == "sum" else start for way, start in zip(ways, carry, strict=True)]
         terms = self.outputs(*bodies, [*operands[:consts], *zeros, *operands[consts + count :]])
-        turns, is_recurrent = one.params["length"], False
+        is_recurrent = False
         for place, (way, start, term) in enumerate(zip(ways, operands[consts:], terms, strict=False)):
             is_recurrent |= not way and outs[place].is_own
-            of_way = {"sum": _joined([start, _summed([term], 1, turns, turns)]), "max": term._replace(is_extreme=True)}
+            of_way = {"sum": _joined([start, _summed([term], 1)]), "max": term._replace(is_extreme=True)}
             outs[place] = of_way.get(way, _UNKNOWN._replace(**_marks([outs[place]])))
         return [_UNKNOWN._replace(**_marks([x])) if is_recurrent else x for x in outs]
 
@@ -438,22 +486,23 @@ def _leads(var: Any, carry: Any, producers: dict[Any, Any]) -> bool:
 
 
 def _marks(operands: Sequence[Scaling]) -> dict[str, bool]:
-    return {name: any(getattr(x, name) for x in operands) for name in ("is_own", "is_weighted", "is_shared")}
+    names = ("is_own", "is_weighted", "is_ratio", "is_mixed", "is_shared")
+    return {name: any(getattr(x, name) for x in operands) for name in names}
 
 
 def _is_extreme(operands: Sequence[Scaling]) -> bool:
-    """Returns whether a sum or a product is of extremes, and of numbers that are not of own rows."""
+    """Returns whether a number is of extremes, and of numbers that are not of own rows."""
     return any(x.is_extreme for x in operands) and all(x.is_extreme or not x.is_own for x in operands)
 
 
 def _joined(operands: Sequence[Scaling]) -> Scaling:
     """Returns the scaling of a sum, or of one of several numbers: that of the largest power."""
-    if any(math.isnan(x.power) for x in operands):
-        return _UNKNOWN._replace(**_marks(operands))
-    largest = max(operands, key=lambda x: x.power)
     marks = _marks(operands)
+    if any(math.isnan(x.power) for x in operands):
+        return _UNKNOWN._replace(**marks)
+    largest = max(operands, key=lambda x: x.power)
     is_total = largest.is_total and not marks["is_own"]
-    return largest._replace(is_extreme=_is_extreme(operands), is_total=is_total, constant=None, **marks)
+    return Scaling(largest.power, is_extreme=_is_extreme(operands), is_total=is_total, **marks)
 
 
 def _same(operands: Sequence[Scaling]) -> Scaling:
@@ -461,10 +510,18 @@ def _same(operands: Sequence[Scaling]) -> Scaling:
     return _joined(operands) if len(powers) <= 1 else _UNKNOWN._replace(**_marks(operands))
 
 
+def _picked(places: Sequence[Scaling], number: Scaling) -> Scaling:
+    """Returns the scaling of what is picked from numbers by others: not known for an order of rows, or its like."""
+    is_by_order = any(place.is_own and (math.isnan(place.power) or place.is_extreme) for place in places)
+    return _UNKNOWN._replace(**_marks([*places, number])) if is_by_order else number
+
+
 def _is_number(x: Any) -> bool:
-    """Returns whether a constant is a real number that can be read."""
+    """Returns whether a constant is a real number that can be read, or an array of equal ones."""
     is_real = any(jnp.issubdtype(jnp.result_type(x), kind) for kind in (jnp.integer, jnp.floating))
-    return jnp.ndim(x) == 0 and is_real and not isinstance(x, Tracer) and getattr(x, "is_fully_addressable", True)
+    if not is_real or isinstance(x, Tracer) or not getattr(x, "is_fully_addressable", True):
+        return False
+    return jnp.ndim(x) == 0 or (0 < x.size < _READ and bool((np.asarray(x) == np.asarray(x).flat[0]).all()))
 
 
 def _is_exchange(eqn: Any) -> bool:
@@ -475,47 +532,50 @@ def _differs(one: Any, two: Any) -> bool:
     return one.aval.shape != two.aval.shape
 
 
-def _sizes(one: Any, two: Any, axes: Sequence[int]) -> tuple[int, int, int]:
-    """Returns how many axes of the first operand are of rows, and the items along all of them, and along these."""
-    sizes, second_sizes = ([eqn.invars[0].aval.shape[axis] for axis in axes] for eqn in (one, two))
-    of_rows = [size for size, second in zip(sizes, second_sizes, strict=True) if size != second]
-    return len(of_rows), math.prod(sizes), math.prod(of_rows)
+def _row_axes(one: Any, two: Any) -> int:
+    """Returns how many axes of an array are of rows."""
+    return sum(size != second for size, second in zip(one.aval.shape, two.aval.shape, strict=True))
 
 
-def _reduced_axes(one: Any, two: Any) -> tuple[int, int, int] | None:
-    """Returns along how many axes of rows a primitive reduces, and how many items, and rows; None if it does not."""
+def _is_shifted(one: Any, two: Any) -> bool:
+    """Returns whether a slice takes some rows that are not a part of them: the first, or all but the last."""
+    if one.primitive.name != "slice":
+        return False
+    variables = (*one.invars, *one.outvars, *two.invars, *two.outvars)
+    sizes = zip(*(var.aval.shape for var in variables), strict=True)
+    return any(size != second and out * second != second_out * size for size, out, second, second_out in sizes)
+
+
+def _sizes(one: Any, two: Any, axes: Sequence[int]) -> int:
+    """Returns how many axes of the first operand are of rows."""
+    return sum(one.invars[0].aval.shape[axis] != two.invars[0].aval.shape[axis] for axis in axes)
+
+
+def _reduced_axes(one: Any, two: Any) -> int | None:
+    """Returns along how many axes of rows a primitive reduces; None if it does not."""
     name, params = one.primitive.name, one.params
-    if name in ("reduce_sum", "reduce_max", "reduce_min"):
+    if name in ("reduce_sum", "reduce_max", "reduce_min", "reduce_or", "reduce_and"):
         return _sizes(one, two, params["axes"])
     if name in ("cumsum", "cummax", "cummin"):
         return _sizes(one, two, [params["axis"]])
     if name == "dot_general":
         return _sizes(one, two, params["dimension_numbers"][0][0])
     if name in ("reduce_window_sum", "reduce_window_max", "reduce_window_min"):
-        windows, second_windows = (eqn.params["window_dimensions"] for eqn in (one, two))
-        of_rows = [size for size, second in zip(windows, second_windows, strict=True) if size != second]
-        return len(of_rows), math.prod(windows), math.prod(of_rows)
+        windows = (eqn.params["window_dimensions"] for eqn in (one, two))
+        return sum(size != second for size, second in zip(*windows, strict=True))
     if name == "conv_general_dilated":  # over the rows of both, where the result has none
-        axes, items, rows = _reduced(one.invars, two.invars, one, two)
-        return axes // 2, items, rows
+        return _reduced(one.invars, two.invars, one, two) // 2
     return None
 
 
-def _reduced(invars: Sequence[Any], second_invars: Sequence[Any], one: Any, two: Any) -> tuple[int, int, int]:
-    """Returns how many more axes of rows some operands have than the result, their items, and how many more rows."""
-
-    def row_sizes(variables: Sequence[Any], second_variables: Sequence[Any]) -> list[int]:
-        pairs = zip(variables, second_variables, strict=True)
-        sizes = (zip(var.aval.shape, second.aval.shape, strict=True) for var, second in pairs)
-        return [size for both in sizes for size, second in both if size != second]
-
-    own, results = row_sizes(invars, second_invars), row_sizes(one.outvars, two.outvars)
-    items = max(math.prod(var.aval.shape) for var in invars)
-    return max(len(own) - len(results), 0), items, max(math.prod(own) // math.prod(results), 1)
+def _reduced(invars: Sequence[Any], second_invars: Sequence[Any], one: Any, two: Any) -> int:
+    """Returns how many more axes of rows some operands have than the result."""
+    own, results = (sum(map(_row_axes, *pair)) for pair in ((invars, second_invars), (one.outvars, two.outvars)))
+    return max(own - results, 0)
 
 
-def _summed(operands: Sequence[Scaling], axes: int, items: int, rows: int) -> Scaling:
+def _summed(operands: Sequence[Scaling], axes: int) -> Scaling:
     """Returns the scaling of a sum of products, along some axes of rows."""
-    terms, more_rows = (math.prod(getattr(x, name) for x in operands) for name in ("terms", "rows"))
-    power = sum(x.power for x in operands) + axes
-    return Scaling(power, terms=terms * items, rows=more_rows * rows, **_marks(operands))
+    marks, is_total = _marks(operands), any(x.is_total for x in operands)
+    power, is_extreme = sum(x.power for x in operands) + axes, _is_extreme(operands) and not axes
+    return Scaling(power, is_extreme=is_extreme, is_total=is_total and not marks["is_own"], **marks)

@@ -1,6 +1,6 @@
 """The options that steps of all kinds share, checked once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, TypedDict
@@ -60,9 +60,9 @@ class StepSettings:
         """`jax.jit` with the compiler options."""
         return partial(jax.jit, compiler_options=self.compiler_options)
 
-    def loss(self, loss_fn: LossFn) -> LossFn:
+    def loss(self, loss_fn: LossFn, with_rows: Collection[str] = ()) -> LossFn:
         """Wraps the user's loss, see `loss_of`."""
-        return loss_of(loss_fn, self.has_aux, self.has_state, self.axis_name, self.kinds)
+        return loss_of(loss_fn, self.has_aux, self.has_state, self.axis_name, self.kinds, with_rows)
 
     def batch(self, step: jax.Array, batch: PyTree, workers: int, *, takes_scalars: bool = True) -> Batch:
         """Checks that a batch divides, and takes it apart; adds the key of the step, if there is one."""

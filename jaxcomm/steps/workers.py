@@ -159,7 +159,9 @@ class Simulated(WorkerPlacement):
             how = jax.shard_map if has_bypass else over_workers
             trace_on(worker, self.row_sizes, self.axis_name, state, batch, out_specs=out_specs, how=how)
         function: Any = worker if has_bypass else in_axes_of_workers(worker, (1,), ALL_EXCHANGED)
-        parts = replace(batch, rows=[rows.reshape(*self.sizes, -1, *rows.shape[1:]) for rows in batch.rows])
+        count = math.prod(self.sizes)
+        parts = [rows.reshape(*self.sizes, len(rows) // count, *rows.shape[1:]) for rows in batch.rows]
+        parts = replace(batch, rows=parts)
         rows = batch.like(0, None)
         state = jax.tree.map(self._split_rows, state, is_leaf=is_per_worker)
         of_scalars = 0 if works_alone(state.opt_state, state.model_state) else None

@@ -48,15 +48,30 @@ def pipeline_step(
 
     def loss(x: Any, batch: PyTree) -> Any:
         value, scalars = loss_fn(x, batch)
-        checked = settings.kinds.checked(value, scalars, settings.axis_name)
-        leaves, treedef = jax.tree.flatten((x, batch))
-        settings.kinds.check_scaling(lambda rows: (*loss_fn(*treedef.unflatten(rows)), ()), leaves, settings.axis_name)
-        return checked
+        return settings.kinds.checked(value, scalars, settings.axis_name)
 
     placement = Staged(replace(pipeline, loss_fn=loss), tx, mesh, settings.axis_name)
-    return TrainStep(
-        placement, StagedUpdate(placement, _gradients_of(placement.pipeline, settings.axis_name)), settings
-    )
+    gradients_fn = _gradients_of(placement.pipeline, settings.axis_name)
+
+    def gradients(params: list[jax.Array], model_state: dict[str, Any], batch: Batch) -> Any:
+        leaves, treedef = jax.tree.flatten(batch.tree())
+        settings.kinds.check_scaling(
+            lambda rows: _whole_model(pipeline, treedef.unflatten(rows)), leaves, settings.axis_name
+        )
+        return gradients_fn(params, model_state, batch)
+
+    return TrainStep(placement, StagedUpdate(placement, gradients), settings)
+
+
+def _whole_model(pipeline: Pipeline, batch: PyTree) -> tuple[jax.Array, dict[str, jax.Array], list[Any]]:
+    """Returns the loss, its scalars and the new model states of all stages, with ones in place of parameters."""
+    trees = pipeline.params, pipeline.model_state or [()] * pipeline.size
+    params, states = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), trees)
+    x, new_states = None, []
+    for stage in range(pipeline.size):
+        x, new = pipeline.run_stage(stage, params[stage], states[stage], x, batch)
+        new_states.append(new)
+    return (*pipeline.loss_fn(x, batch), new_states)
 
 
 class Staged(WorkerPlacement):

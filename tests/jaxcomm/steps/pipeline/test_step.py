@@ -522,7 +522,7 @@ def test_sums_and_counts(schedule):
     assert metrics["large"] == loss(x, batch)[1]["large"] > 0
     wrong = jc.make_train_step(pipeline, tx, mesh)
     state = wrong.init(params)
-    with pytest.raises(ValueError, match=r"must be a float; got int32 for 'large'\. Pass sum='large'"):
+    with pytest.raises(ValueError, match=r"for 'large'.* Pass sum='"):
         wrong(state, batch)
     with pytest.raises(ValueError, match=r"max must be None with a Pipeline.*got 'large'\. Return a mean, or a sum"):
         jc.make_train_step(pipeline, tx, mesh, max="large")
