@@ -140,16 +140,18 @@ def scalings(function: Callable[..., Any], rows: Sequence[Any], workers: int, ax
     def times(factor: int) -> list[Any]:
         return [aval.update(shape=(factor * aval.shape[0], *aval.shape[1:])) for aval in single]
 
-    first = 1 + (1 in (aval.shape[0] for aval in single))  # along one row a program may have other operations
-    try:
-        (one, out), two = (
-            jax.make_jaxpr(function, return_shape=True)(times(first)),
-            jax.make_jaxpr(function)(times(2 * first)),
-        )
-    except Exception:
-        return None
-    numbers = _compare(one, two, [_ROWS] * len(rows), _Walk(workers, 2, axes))
-    if first > 1:  # what is of an only row is not told apart from what is of the first
+    has_one = any(aval.shape[0] == 1 for aval in single)  # along one row a program may have other operations
+    numbers, out = list[Scaling](), None
+    for factor in (1, 2, 4)[has_one:]:  # a layer may choose its way by the number of rows
+        try:
+            one, out = jax.make_jaxpr(function, return_shape=True)(times(factor))
+            two = jax.make_jaxpr(function)(times(2 * factor))
+        except Exception:
+            return None
+        numbers = _compare(one, two, [_ROWS] * len(rows), _Walk(workers, 2, axes))
+        if numbers[:1] != [_NEITHER]:
+            break
+    if has_one:  # what is of an only row is not told apart from what is of the first
         numbers = [number._replace(is_shared=number.is_shared or number.is_unknown) for number in numbers]
     return jax.tree.unflatten(jax.tree.structure(out), numbers)
 

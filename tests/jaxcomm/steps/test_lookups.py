@@ -184,3 +184,13 @@ def test_ids_are_integers():
     step = make(2, lookups=lookups)
     with pytest.raises(ValueError, match="ids of lookups must be of int32; got float32"):
         step.report(step.init(start()), batch_of(0))
+
+
+def test_a_sum_over_vectors_is_refused():
+    def loss(params, batch):
+        return jnp.sum((params["words"]["table"].sum((1, 2)) - batch["y"]) ** 2)
+
+    tx, mesh = jc.chain(jc.plump_dp(), optax.sgd(RATE)), jc.make_mesh(data=2)
+    step = jc.make_train_step(loss, tx, mesh, specs=SPECS, lookups=LOOKUPS)
+    with pytest.raises(ValueError, match="got a sum"):
+        step(step.init(start()), batch_of(0))

@@ -104,11 +104,16 @@ LOSSES = {
     "accuracy": (lambda x, y, v: (jnp.argmax(x, -1) == y).mean(), 0),
     "root of a mean": (lambda x, y, v: jnp.sqrt(jnp.mean(x**2)), 0),
     "largest": (lambda x, y, v: cross_entropy(x, y).max(), 0),
+    "ratio of means": (lambda x, y, v: (cross_entropy(x, y) * v).mean() / v.mean(), 0),
+    "weights of an array": (lambda x, y, v: cross_entropy(x, y) @ np.full(len(y), 1 / len(y), np.float32), 0),
+    "root of a largest": (lambda x, y, v: jnp.sqrt(cross_entropy(x, y).max()), 0),
+    "any": (lambda x, y, v: (x > 0).any(), 0),
     "tokens": (lambda x, y, v: (cross_entropy(x, y) * v).sum() / jnp.maximum(v.sum(), 1), 0),
     "where": (lambda x, y, v: jnp.mean(cross_entropy(x, y), where=v > 0), 0),
     "average": (lambda x, y, v: jnp.average(cross_entropy(x, y), weights=v), 0),
 }
-QUOTIENTS, EXTREMES = {"tokens", "where", "average", "groups' means"}, {"largest", "loop, largest"}
+QUOTIENTS = {"tokens", "where", "average", "groups' means", "ratio of means"}
+EXTREMES = {"largest", "loop, largest", "root of a largest", "any"}
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -121,7 +126,7 @@ def test_twice_the_rows(name):
         assert number.power == power
         doubled = [jnp.concatenate([part, part]) for part in rows]
         np.testing.assert_allclose(loss(*doubled), 2.0**power * loss(*rows), rtol=1e-5)
-    assert number.is_weighted == (name in QUOTIENTS)
+    assert number.is_quotient == (name in QUOTIENTS)
     assert number.is_extreme == (name in EXTREMES)
 
 
@@ -130,6 +135,12 @@ NEITHER = {
     "norm": jnp.linalg.norm,
     "contrastive": lambda x: -jax.nn.log_softmax(x @ x.T).diagonal().mean(),
     "median": lambda x: jnp.median(x[:, 0]),
+    "the largest half": lambda x: jnp.where(x[:, 0] >= jnp.median(x[:, 0]), x[:, 0], 0).mean(),
+    "a row by its value": lambda x: x[jnp.argmax(x[:, 0])].mean(),
+    "pairs of rows": lambda x: jnp.mean(jnp.maximum(x @ x.T, 0)),
+    "neighbours": lambda x: jnp.square(x[1:] - x[:-1]).mean(),
+    "the first row": lambda x: x[0].mean(),
+    "a penalty by rows": lambda x: x.mean() + jnp.sum(WEIGHTS**2) / len(x),
     "running average": lambda x: jax.lax.scan(lambda mean, row: (0.9 * mean + 0.1 * row.sum(), None), 0.0, x)[0],
 }
 
@@ -343,3 +354,83 @@ def test_a_quotient_in_a_foreign_step_warns():
     batch = BATCH | {"valid": (np.arange(16) % 5 > 0).astype(np.float32)}
     with pytest.warns(UserWarning, match="gradients, 1: divided by a sum over a worker's own rows"):
         jc.data_parallel(train_step, jc.make_mesh(data=K))(state, batch)
+
+
+def of_all(params, batch):
+    return jax.lax.psum(squares(params, batch).sum(), "data") / 16
+
+
+def with_gathered_weights(params, batch):
+    w = jax.lax.all_gather(params["w"], "data").mean(0)
+    return squares(params | {"w": w}, batch).sum() / 16
+
+
+# A loss, options, and what the message says.
+SUMS = {
+    "of a micro-batch": (of_all, {"accumulate": 2}, "got a sum"),
+    "of all workers": (of_all, {"sum": "loss"}, r"leave out jax\.lax\.psum"),
+    "beside gathered weights": (with_gathered_weights, {}, "got a sum"),
+    "with a penalty": (
+        lambda params, batch: summed(params, batch) + jnp.sum(params["w"] ** 2),
+        {"sum": "loss"},
+        "a sum with other terms",
+    ),
+    "times the number of workers": (lambda params, batch: K * summed(params, batch), {}, "got a sum"),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_sums_that_are_refused(name):
+    loss, options, message = SUMS[name]
+    step = jc.simulate(loss, jc.chain(jc.plump_dp(), TX), K, **options)
+    with pytest.raises(ValueError, match=message):
+        step(step.init(PARAMS), BATCH)
+
+
+def test_a_sum_of_all_workers():
+    step = jc.make_train_step(of_all, jc.chain(jc.plump_dp(), TX), jc.make_mesh(data=K))
+    state, metrics = step(step.init(PARAMS), BATCH)
+    value, params = after(lambda p, b: squares(p, b).sum() / 16)
+    np.testing.assert_allclose(metrics["loss"], value, rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), step.params(state), params)
+
+
+@pytest.mark.parametrize("option", ["sum", "max"])
+def test_a_mean_by_another_name(option):
+    def loss(params, batch):
+        return squares(params, batch).mean(), {
+            "entropy": squares(params, batch).mean(),
+            "n": squares(params, batch).sum(),
+        }
+
+    step = jc.simulate(loss, jc.chain(jc.plump_dp(), TX), K, has_aux=True, **{option: "n"})
+    with pytest.raises(ValueError, match=r"'n', which finds '(entropy|n)', no (sum|extreme)"):
+        step(step.init(PARAMS), BATCH)
+
+
+def test_another_batch_is_checked_again():
+    def loss(params, batch):
+        losses = squares(params, batch)
+        return losses.mean() if "mask" not in batch else (losses * batch["mask"]).sum()
+
+    step = jc.simulate(loss, jc.chain(jc.plump_dp(), TX), K)
+    state, _ = step(step.init(PARAMS), BATCH)
+    with pytest.raises(ValueError, match="got a sum"):
+        step(state, BATCH | {"mask": np.ones(16, np.float32)})
+
+
+def test_states_that_are_neither():
+    def loss(params, state, batch):
+        return squares(params, batch).mean(), ({}, jnp.linalg.norm(batch["x"]))
+
+    step = jc.simulate(loss, jc.chain(jc.plump_dp(), TX), K, has_state=True)
+    state = step.init(PARAMS, jnp.float32(0))
+    with pytest.warns(UserWarning, match="cannot be told to be a mean"):
+        step(state, BATCH)
+
+
+def test_arrays_without_items():
+    for options in ({}, {"accumulate": 2}):
+        step = jc.simulate(lambda p, b: squares(p, b).mean(), jc.chain(jc.plump_dp(), TX), K, **options)
+        _, metrics = step(step.init(PARAMS), BATCH | {"none": np.zeros((16, 0), np.float32)})
+        np.testing.assert_allclose(metrics["loss"], squares(PARAMS, BATCH).mean(), rtol=1e-6)

@@ -526,3 +526,21 @@ def test_sums_and_counts(schedule):
         wrong(state, batch)
     with pytest.raises(ValueError, match=r"max must be None with a Pipeline.*got 'large'\. Return a mean, or a sum"):
         jc.make_train_step(pipeline, tx, mesh, max="large")
+
+
+def test_a_stage_that_mixes_rows_warns():
+    pipeline = make_pipeline(2)
+    first, *others = pipeline.stages
+
+    def mixing(params, x, batch):
+        out = first(params, x, batch)
+        return jax.tree.map(lambda leaf: leaf - jax.nn.logsumexp(leaf, 0), out)
+
+    step = jc.make_train_step(
+        replace(pipeline, stages=[mixing, *others]),
+        jc.chain(jc.plump_dp(), optax.sgd(0.1)),
+        jc.make_mesh(data=2, stage=2),
+    )
+    state = step.init(stages_of(params_of(), CUTS[2]))
+    with pytest.warns(UserWarning, match="loss.*cannot be told to be a mean"):
+        step(state, batches(1)[0])
