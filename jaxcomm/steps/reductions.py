@@ -277,7 +277,7 @@ def _compare(program: Any, other: Any, inputs: Sequence[Scaling], walk: "_Walk")
     """Returns the `Scaling` of each output of two traces of one function; `_NEITHER` if their equations differ."""
     try:
         return walk.outputs(program, other, inputs)
-    except (_DifferentError, KeyError, TypeError, ValueError):  # also for a primitive that is not as it was
+    except Exception:  # also for a primitive that is not as it was: a check must not end a step that is right
         return [_NEITHER] * len(inner_jaxpr(program).outvars)
 
 
