@@ -369,7 +369,9 @@ class _Walk:
             return _joined([start, _summed([updates], axes)])._replace(is_own=marks["is_own"])
         if (axes := _reduced_axes(one, two)) is not None:
             if axes and _row_axes(one.invars[0], two.invars[0]) > 1:  # of pairs of rows, of which workers have some
-                return _UNKNOWN._replace(**marks)
+                axes = _own_axes(one, two) if marks["is_shared"] else axes
+                if axes:
+                    return _UNKNOWN._replace(**marks)
             if name in _EXTREMES:
                 is_extreme = operands[0].is_extreme or (axes > 0 and operands[0].is_own)
                 return operands[0]._replace(is_extreme=is_extreme, constant=None)
@@ -568,6 +570,14 @@ def _reduced_axes(one: Any, two: Any) -> int | None:
     if name == "conv_general_dilated":  # over the rows of both, where the result has none
         return _reduced(one.invars, two.invars, one, two) // 2
     return None
+
+
+def _own_axes(one: Any, two: Any) -> int:
+    """Returns along how many axes of own rows a primitive reduces; the rows of all workers are more."""
+    shapes = [eqn.invars[0].aval.shape for eqn in (one, two)]
+    row_axes = [axis for axis, (size, second) in enumerate(zip(*shapes, strict=True)) if size != second]
+    reduced = one.params.get("axes", row_axes)
+    return sum(axis in reduced for axis in row_axes if shapes[0][axis] == min(shapes[0][axis] for axis in row_axes))
 
 
 def _reduced(invars: Sequence[Any], second_invars: Sequence[Any], one: Any, two: Any) -> int:

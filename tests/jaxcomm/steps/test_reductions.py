@@ -365,11 +365,18 @@ def with_gathered_weights(params, batch):
     return squares(params | {"w": w}, batch).sum() / 16
 
 
+def contrastive(params, batch):
+    """Losses of own rows, with the negatives of all workers."""
+    logits = (batch["x"] * params["w"]) @ jax.lax.all_gather(batch["x"], "data", tiled=True).T
+    return jax.nn.logsumexp(logits, 1) - (batch["x"] ** 2 * params["w"]).sum(1)
+
+
 # A loss, options, and what the message says.
 SUMS = {
     "of a micro-batch": (of_all, {"accumulate": 2}, "got a sum"),
     "of all workers": (of_all, {"sum": "loss"}, r"leave out jax\.lax\.psum"),
     "beside gathered weights": (with_gathered_weights, {}, "got a sum"),
+    "beside gathered negatives": (lambda params, batch: contrastive(params, batch).sum(), {}, "got a sum"),
     "with a penalty": (
         lambda params, batch: summed(params, batch) + jnp.sum(params["w"] ** 2),
         {"sum": "loss"},
