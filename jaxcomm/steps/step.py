@@ -15,7 +15,15 @@ from jax.sharding import PartitionSpec as P
 
 from jaxcomm.accounting.report import PipelineReport, WireReport, step_report
 from jaxcomm.collectives.axis import AxisName, axis_names, on_step_mesh
-from jaxcomm.state import TrainState, check_rows, global_params, mean_model_state, resize_workers, state_specs
+from jaxcomm.state import (
+    TrainState,
+    check_rows,
+    global_params,
+    mean_model_state,
+    resize_workers,
+    state_specs,
+    trained,
+)
 from jaxcomm.steps.batch import Batch, check_global, row_axes
 from jaxcomm.steps.mesh import shapes_on
 from jaxcomm.steps.settings import StepSettings
@@ -206,6 +214,7 @@ class TrainStep:
           ValueError: if the chain has no exchange, if the order of its links is refused (see the guide; warnings are
             emitted here), for a model state that cannot be averaged, or for shapes that are not the pipeline's.
         """
+        trained(params)  # refuses what is no array
         return self._placement.init(params, model_state)
 
     def shapes(self, params: Params, model_state: PyTree = ()) -> TrainState:
@@ -213,6 +222,7 @@ class TrainStep:
 
         Use it to restore a checkpoint into, or to compile a step before any array exists.
         """
+        trained(params)
         return self._placement.shapes(params, model_state)
 
     @on_step_mesh

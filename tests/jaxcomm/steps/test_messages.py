@@ -264,6 +264,13 @@ def test_integer_parameters():
     np.testing.assert_array_equal(state.params["steps"], 0)
 
 
+def test_parameters_that_are_no_arrays():
+    step = jc.make_train_step(loss_fn, chain(), jc.make_mesh(data=K))
+    for make in (step.init, step.shapes):
+        with pytest.raises(ValueError, match=r"must be arrays; got a \w+\. .*eqx\.partition\(model, eqx\.is_array\)"):
+            make(PARAMS | {"activation": jnp.tanh})
+
+
 @pytest.mark.slow
 def test_a_loop_of_steps():
     tx = chain()
