@@ -18,7 +18,14 @@ from jax.core import Tracer
 from jax.extend.core import Literal
 from jax.sharding import PartitionSpec as P
 
-from jaxcomm.accounting.jaxpr import COLLECTIVES, equation_axes, inner_jaxpr, inner_jaxprs, scan_counts
+from jaxcomm.accounting.jaxpr import (
+    COLLECTIVES,
+    equation_axes,
+    inner_jaxpr,
+    inner_jaxprs,
+    jaxpr_communicates,
+    scan_counts,
+)
 from jaxcomm.collectives.axis import abstract_mesh
 from jaxcomm.exchange import SCOPE
 
@@ -345,8 +352,9 @@ class _Walk:
         outputs = [self._of_primitive(one, two, operands)] * len(one.outvars)
         if name != "while":
             return outputs
+        carried = _NEITHER._replace(is_shared=any(map(jaxpr_communicates, inner[0])))  # as a line search does
         pairs = zip(outputs, one.outvars, two.outvars, strict=True)
-        return [out if _differs(*pair) or not out.is_own else _NEITHER for out, *pair in pairs]
+        return [out if _differs(*pair) or not out.is_own else carried for out, *pair in pairs]
 
     def _of_primitive(self, one: Any, two: Any, operands: list[Scaling]) -> Scaling:
         name, marks = one.primitive.name, _marks(operands)
