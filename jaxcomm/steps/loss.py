@@ -99,8 +99,8 @@ class Scalars(NamedTuple):
     def check_scaling(self, function: Callable[[list[Any]], Any], rows: list[Any], axis_name: AxisName) -> None:
         """Refuses a loss or a scalar whose mean over workers and micro-batches is not its value for all rows.
 
-        Where that depends on the rows, or is not known, it warns. Nothing is computed: the function is traced twice,
-        see `scalings`.
+        Where that depends on the rows, or is not known, it warns. Nothing is computed: the function is only traced, see
+        `scalings`.
 
         Args:
           function: of a worker's rows of a micro-batch; returns (loss, scalars, new model state), as the user's does.
@@ -112,10 +112,11 @@ class Scalars(NamedTuple):
             is a mean.
         """
         names = [axis for axis in axis_names(axis_name) if is_bound(axis)]
-        parts = self.micro_batches * (lax.axis_size(tuple(names)) if names else 1)
+        workers = lax.axis_size(tuple(names)) if names else 1
+        parts = self.micro_batches * workers
         if parts == 1 or not rows:
             return
-        numbers = scalings(function, rows, parts // self.micro_batches, names)
+        numbers = scalings(function, rows, workers, names)
         if numbers is None:
             return
         self._check_names({"loss": numbers[0], **numbers[1]})
@@ -233,10 +234,7 @@ def loss_of(
     def loss(params: Any, model_state: Any, batch: Any) -> tuple[jax.Array, tuple[dict[str, jax.Array], Any]]:
         value, scalars, new_state = parts(params, model_state, batch)
         value, scalars = kinds.checked(value, scalars, axis_name)
-        if (
-            isinstance(batch, Batch)
-            and (kind := str(jax.tree.map(jax.typeof, (params, model_state, batch)))) not in known
-        ):
+        if isinstance(batch, Batch) and (kind := _shapes_of(batch)) not in known:
             leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
             tables = [place for place, (path, _) in enumerate(leaves) if leaf_name(path) in with_rows]
 
@@ -254,6 +252,12 @@ def loss_of(
 
 
 _RESERVED = ("loss", *ExchangeMetrics._fields)
+
+
+def _shapes_of(batch: Batch) -> Any:
+    """Returns the structure, the shapes and the types of a batch, which are the same in every trace of a step."""
+    leaves, treedef = jax.tree.flatten(batch)
+    return treedef, tuple((jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
 
 
 def _parts_of(out: Any, model_state: Any, has_aux: bool, has_state: bool) -> tuple[Any, dict[str, Any], Any]:

@@ -255,29 +255,28 @@ class StepScaling(NamedTuple):
 
 def warn_of_unknown(names: Sequence[str]) -> None:
     """Warns that some numbers, if any, may be others than on one device."""
-    if not names:
-        return
-    warnings.warn(
-        f"{', '.join(dict.fromkeys(names))}: cannot be told to be a mean over rows, since rows are combined in another "
-        "way than by sums and means (a logsumexp, a norm, an order, a recurrence, a loop in Python). The mean over "
-        "workers and micro-batches is the number of one device only if it is a mean over rows. If it is, ignore this "
-        "warning. Where time comes first, pass batch_axis=1; otherwise take it of all rows: "
-        "jax.lax.all_gather(x, axis, tiled=True).",
-        stacklevel=3,
+    _warn(
+        names,
+        "cannot be told to be a mean over rows, since rows are combined in another way than by sums and means (a "
+        "logsumexp, a norm, an order, a recurrence, a loop in Python). The mean over workers and micro-batches is the "
+        "number of one device only if it is a mean over rows. If it is, ignore this warning. Where time comes first, "
+        "pass batch_axis=1; otherwise take it of all rows: jax.lax.all_gather(x, axis, tiled=True).",
     )
 
 
 def warn_of_weights(names: Sequence[str]) -> None:
     """Warns that some numbers, if any, are divided by what each worker has computed from its own rows."""
-    if not names:
-        return
-    warnings.warn(
-        f"{', '.join(dict.fromkeys(names))}: divided by a sum over a worker's own rows, such as a number of valid "
-        "tokens. The mean over workers and micro-batches is not the quotient for all rows where these sums differ. "
-        "Divide by their mean over the workers, jax.lax.pmean(count, axis); see 'Losses that are no mean over rows' in "
-        "the guide.",
-        stacklevel=3,
+    _warn(
+        names,
+        "divided by a sum over a worker's own rows, such as a number of valid tokens. The mean over workers and "
+        "micro-batches is not the quotient for all rows where these sums differ. Divide by their mean over the "
+        "workers, jax.lax.pmean(count, axis); see 'Losses that are no mean over rows' in the guide.",
     )
+
+
+def _warn(names: Sequence[str], message: str) -> None:
+    if names:
+        warnings.warn(f"{', '.join(dict.fromkeys(names))}: {message}", stacklevel=4)
 
 
 def _compare(program: Any, other: Any, inputs: Sequence[Scaling], walk: "_Walk") -> list[Scaling]:
@@ -376,7 +375,9 @@ class _Walk:
             axes = _reduced(one.invars[2:], two.invars[2:], one, two) if name == "scatter-add" else 0
             return _joined([start, _summed([updates], axes)])._replace(is_own=marks["is_own"])
         if (axes := _reduced_axes(one, two)) is not None:
-            if axes and _row_axes(one.invars[0], two.invars[0]) > 1:  # of pairs of rows, of which workers have some
+            if (
+                axes and len(_row_axes(one.invars[0], two.invars[0])) > 1
+            ):  # of pairs of rows, of which workers have some
                 axes = _own_axes(one, two) if marks["is_shared"] else axes
                 if axes:
                     return _UNKNOWN._replace(**marks)
@@ -390,7 +391,7 @@ class _Walk:
         if name == "triangular_solve" and powers[0] == 0:
             return operands[1]._replace(constant=None, **marks)
         is_plain = all(power in (0, -math.inf) for power in powers)
-        is_ordered = name in ("sort", "top_k") and _sizes(one, two, [one.params.get("dimension", -1)])
+        is_ordered = name in ("sort", "top_k") and _rows_along(one, two, [one.params.get("dimension", -1)])
         has_rows = [any(map(_differs, *pair)) for pair in ((one.invars, two.invars), (one.outvars, two.outvars))]
         factors = set(powers) - {0, -math.inf}
         if name in _KERNELS and len(factors) == 1 and has_rows[1]:  # of a cotangent, taken to be linear
@@ -400,9 +401,8 @@ class _Walk:
 
     def _of_product(self, one: Any, two: Any, left: Scaling, right: Scaling) -> Scaling:
         is_quotient, marks = one.primitive.name == "div", _marks([left, right])
-        is_total = (left.is_total != right.is_total if is_quotient else left.is_total or right.is_total) and not (
-            marks["is_own"]
-        )
+        has_total = left.is_total != right.is_total if is_quotient else left.is_total or right.is_total
+        is_total = has_total and not marks["is_own"]
         power = left.power - right.power if is_quotient else left.power + right.power
         for number, other in ((left, right), (right, left)):
             if other.constant and other.power == 0 and number.is_total and (number is left or not is_quotient):
@@ -544,9 +544,10 @@ def _differs(one: Any, two: Any) -> bool:
     return one.aval.shape != two.aval.shape
 
 
-def _row_axes(one: Any, two: Any) -> int:
-    """Returns how many axes of an array are of rows."""
-    return sum(size != second for size, second in zip(one.aval.shape, two.aval.shape, strict=True))
+def _row_axes(one: Any, two: Any) -> list[int]:
+    """Returns the axes of an array that are of rows."""
+    sizes = zip(one.aval.shape, two.aval.shape, strict=True)
+    return [axis for axis, (size, second) in enumerate(sizes) if size != second]
 
 
 def _is_shifted(one: Any, two: Any) -> bool:
@@ -558,20 +559,21 @@ def _is_shifted(one: Any, two: Any) -> bool:
     return any(size != second and out * second != second_out * size for size, out, second, second_out in sizes)
 
 
-def _sizes(one: Any, two: Any, axes: Sequence[int]) -> int:
-    """Returns how many axes of the first operand are of rows."""
-    return sum(one.invars[0].aval.shape[axis] != two.invars[0].aval.shape[axis] for axis in axes)
+def _rows_along(one: Any, two: Any, axes: Sequence[int]) -> int:
+    """Returns how many of some axes of the first operand are of rows."""
+    var, second = one.invars[0], two.invars[0]
+    return len({axis % var.aval.ndim for axis in axes}.intersection(_row_axes(var, second)))
 
 
 def _reduced_axes(one: Any, two: Any) -> int | None:
     """Returns along how many axes of rows a primitive reduces; None if it does not."""
     name, params = one.primitive.name, one.params
     if name in ("reduce_sum", "reduce_max", "reduce_min", "reduce_or", "reduce_and"):
-        return _sizes(one, two, params["axes"])
+        return _rows_along(one, two, params["axes"])
     if name in ("cumsum", "cummax", "cummin"):
-        return _sizes(one, two, [params["axis"]])
+        return _rows_along(one, two, [params["axis"]])
     if name == "dot_general":
-        return _sizes(one, two, params["dimension_numbers"][0][0])
+        return _rows_along(one, two, params["dimension_numbers"][0][0])
     if name in ("reduce_window_sum", "reduce_window_max", "reduce_window_min"):
         windows = (eqn.params["window_dimensions"] for eqn in (one, two))
         return sum(size != second for size, second in zip(*windows, strict=True))
@@ -582,15 +584,16 @@ def _reduced_axes(one: Any, two: Any) -> int | None:
 
 def _own_axes(one: Any, two: Any) -> int:
     """Returns along how many axes of own rows a primitive reduces; the rows of all workers are more."""
-    shapes = [eqn.invars[0].aval.shape for eqn in (one, two)]
-    row_axes = [axis for axis, (size, second) in enumerate(zip(*shapes, strict=True)) if size != second]
+    shape, row_axes = one.invars[0].aval.shape, _row_axes(one.invars[0], two.invars[0])
+    fewest = min(shape[axis] for axis in row_axes)
     reduced = one.params.get("axes", row_axes)
-    return sum(axis in reduced for axis in row_axes if shapes[0][axis] == min(shapes[0][axis] for axis in row_axes))
+    return sum(axis in reduced and shape[axis] == fewest for axis in row_axes)
 
 
 def _reduced(invars: Sequence[Any], second_invars: Sequence[Any], one: Any, two: Any) -> int:
     """Returns how many more axes of rows some operands have than the result."""
-    own, results = (sum(map(_row_axes, *pair)) for pair in ((invars, second_invars), (one.outvars, two.outvars)))
+    pairs = (invars, second_invars), (one.outvars, two.outvars)
+    own, results = (sum(map(len, map(_row_axes, *pair))) for pair in pairs)
     return max(own - results, 0)
 
 

@@ -103,7 +103,7 @@ class ShardedExchange:
         def part(entry: Any) -> tuple[str, ...] | None:
             return tuple(name for name in _names_of(entry) if name in axes) or None
 
-        specs, untrained = (tuple(P(*map(part, spec)) for spec in those) for those in (self.specs, self.untrained))
+        specs, untrained = (tuple(P(*map(part, spec)) for spec in group) for group in (self.specs, self.untrained))
         return replace(self, specs=specs, untrained=untrained)
 
     def specs_of(self, params: Params) -> Any:
