@@ -17,7 +17,7 @@ same round.
 
 import math
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,14 +128,16 @@ def run_host(config: Config, control: Control) -> Iterator[Row]:
         yield from _time_method(method, config, mesh, gradients, weights, control)
 
 
-def selected_methods(names: str, sparsity: float) -> list[str]:
-    """Returns the names of methods, separated by commas in `names`, or all of them.
+def selected_methods(
+    names: str, sparsity: float, known: Mapping[str, Callable[[float], optax.GradientTransformation]] = METHODS
+) -> list[str]:
+    """Returns the names of known methods, separated by commas in `names`, or all of them.
 
     Raises:
       ValueError: for an unknown method, or one that does not take the sparsity.
     """
-    methods = list(METHODS) if names == "all" else names.split(",")
-    for make in harness.choose(METHODS, methods, "--method").values():
+    methods = list(known) if names == "all" else names.split(",")
+    for make in harness.choose(known, methods, "--method").values():
         make(sparsity)
     return methods
 

@@ -22,10 +22,11 @@ from jaxcomm.accounting.text import (
 
 _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"}
 _READ_IN_PART = {"slice", "dynamic-slice", "gather"}
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
 _IN_PLACE = {"dynamic-update-slice", "scatter"}
 
 
-def read_memory_traffic(text: str) -> int:
+def read_memory_traffic(text: str, scope: str = "") -> int:
     """Returns the bytes that a usual step reads from memory and writes to it.
 
     Every array that is not inside of a fused loop counts when it is written, and whenever it is read. Slices and
@@ -33,21 +34,26 @@ def read_memory_traffic(text: str) -> int:
     leaves out the rare steps; a loop of unknown length, one turn.
 
     Args:
-      text: of a program that XLA compiled for CPUs (`compiled.as_text()`).
+      text: of a program that XLA compiled for CPUs or GPUs (`compiled.as_text()`).
+      scope: a named scope: what is named and not in it does not count. A fused loop has one of its operations' names.
     """
     computations, entry = read_computations(text)
     matches = {
         name: [match for match in map(INSTRUCTION.match, lines) if match] for name, lines in computations.items()
     }
-    return _of_computation(entry, matches)
+    return _of_computation(entry, matches, scope)
 
 
 _Matches = Mapping[str, Sequence[re.Match[str]]]
 
 
-def _of_computation(name: str, matches: _Matches) -> int:
+def _of_computation(name: str, matches: _Matches, scope: str = "") -> int:
     shapes = {match["name"]: match["shape"] for match in matches[name]}
-    return sum(_of_instruction(match, shapes, matches) for match in matches[name])
+    return sum(
+        _of_instruction(match, shapes, matches)
+        for match in matches[name]
+        if not (names := _OP_NAME.findall(match["rest"])) or scope in names[0]
+    )
 
 
 def _of_instruction(match: re.Match[str], shapes: Mapping[str, str], matches: _Matches) -> int:
@@ -64,7 +70,9 @@ def _of_instruction(match: re.Match[str], shapes: Mapping[str, str], matches: _M
     if op == "fusion":
         return _of_fusion(matches[CALLED.findall(tail)[0]])
     operands = [_bytes(shapes[name]) for name in operands_of(tail, shapes)]
-    return _bytes_moved(op, _bytes(match["shape"]), operands)
+    if op.endswith("-start"):  # of an asynchronous copy or collective: it reads, and its end writes
+        return sum(operands)
+    return _bytes_moved(op, _bytes(match["shape"]), [] if op.endswith("-done") else operands)
 
 
 def _bytes_moved(op: str, result: int, operands: Sequence[int]) -> int:

@@ -1,6 +1,6 @@
 """Bytes, collectives and memory of every method's step as XLA compiles it for TPUs. No TPU is needed.
 
-    python -m venv tpu && tpu/bin/pip install -e '.[tpu]'
+    python -m venv tpu && tpu/bin/pip install -e '.[tpu,data]'
     tpu/bin/python -m benchmarks.tpu --shapes resnet50 --slices 2
 
 The compiler comes with the extra tpu, and compiles for machines that are described to it. This shows which collectives
@@ -9,41 +9,28 @@ slices, each method is inside `hierarchical`: dense within a slice, the method b
 models are left out. bytes is what a chip receives in a step, between_slices the part of it that crosses slices.
 sizes_temporary is the memory of temporaries, in sizes of the gradient (4 bytes a parameter).
 
-    tpu/bin/pip install -e '.[tpu,data]'
     tpu/bin/python -m benchmarks.tpu --layouts
 
 compiles the trainer's steps for workers of several chips, for sharded layers and tables, and for pipelines.
 """
 
-import dataclasses
 import os
-import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
-import jaxcomm as jc
 from benchmarks import harness
+from benchmarks.compiled import compile_layout, compile_method, layouts
 from benchmarks.exchange import METHODS, selected_methods
 from benchmarks.harness import Options
 from benchmarks.shapes import count, shapes_of
-from configs import CONFIGS
-from configs.experiment import Architecture, BoundaryFields
-from configs.methods import DctDp, PlumpDp, SparseLoco, TopK
-from jaxcomm.accounting.hlo import read_overlap, read_program
+from jaxcomm.accounting.hlo import read_overlap
 from jaxcomm.exchange import is_local
-from train.data.info import ClickInfo
-from train.job import make_job
 
 # What the compiler would otherwise ask the machine that it runs on.
 _MACHINE = {
@@ -53,7 +40,6 @@ _MACHINE = {
     "JAX_PLATFORMS": "cpu",
 }
 
-_LARGE = {"layers": 4, "width": 768, "heads": 12}  # 29M parameters: dense gradients in four buckets
 _APART = {"xla_jf_crs_combiner_threshold_in_bytes": 32 << 20}  # else XLA for TPUs makes one all-reduce of the buckets
 
 
@@ -112,92 +98,43 @@ def described(topology: str, slices: int) -> Any:
 
 def compile_step(method: str, sparsity: float, shapes: list[tuple[int, ...]], mesh: Any) -> dict[str, Any]:
     """Compiles and verifies the step of one method; returns its record."""
-    exchange = METHODS[method](sparsity)
-    tx = jc.chain(optax.sgd(0.1), exchange) if is_local(exchange) else jc.chain(exchange, optax.sgd(0.1))
-    if "inside" in mesh.shape:
-        tx = jc.chain(jc.hierarchical(exchange, inside="inside", across="data"), optax.sgd(0.1))
-
-    def loss_fn(params: Any, batch: Any) -> Any:  # its gradient has the shapes, with hardly any arithmetic
-        return sum(jnp.sum(param**2) for param in params) * batch.mean()
-
-    axes = tuple(mesh.axis_names) if "inside" in mesh.shape else "data"
-    step = jc.make_train_step(loss_fn, tx, mesh, axis_name=axes)
-    params = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    state = step.shapes(params)
-    batch = jax.ShapeDtypeStruct((8 * mesh.size,), jnp.float32, sharding=NamedSharding(mesh, P(axes)))
-    begin = time.perf_counter()
-    compiled = step.compile(state, batch)
-    compile_s, text = time.perf_counter() - begin, compiled.as_text()
-    about = {"tx": tx, "params": params, "workers": step.sizes, "axis_name": axes, "text": text}
-    program, memory = read_program(text, mesh), compiled.memory_analysis()
-    kinds = Counter(traffic.op for _, traffic in program.operations() if traffic.operand_bytes >= 4096)
+    step = compile_method(METHODS[method](sparsity), shapes, mesh)
+    kinds = Counter(traffic.op for _, traffic in step.program.operations() if traffic.operand_bytes >= 4096)
     return {
         "method": method,
         "chips": mesh.size,
-        "bytes": float(program.received),
-        "bytes_traced": step.report(state, batch).received,
-        "between_slices": float(program.over("data").received) if "inside" in mesh.shape else None,
+        "bytes": float(step.program.received),
+        "bytes_traced": step.bytes_traced,
+        "between_slices": float(step.program.over("data").received) if "inside" in mesh.shape else None,
         "collectives": ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items())),
-        "sizes_temporary": memory.temp_size_in_bytes / (4 * count(shapes)),
-        "compile_s": compile_s,
-        "verified": _verified(partial(jc.verify, step, state, batch, **about)),
+        "sizes_temporary": step.memory.temp_size_in_bytes / (4 * count(shapes)),
+        "compile_s": step.compile_s,
+        "verified": step.verified,
     }
-
-
-def _verified(verify: Callable[[], Any]) -> str:
-    """Returns "yes", or the first line of what `verify` raises."""
-    try:
-        verify()
-    except ValueError as error:
-        return str(error).splitlines()[0]
-    return "yes"
 
 
 def compile_layouts(topology: str) -> list[dict[str, Any]]:
     """Compiles and verifies the trainer's steps of small models on four chips; returns a record for each layout."""
     devices = described(topology, 1).devices.reshape(-1)[:4]
-    stages = {"workers": 2, "stages": 2, "micro_batches": 2}
-    sparse, quarter = BoundaryFields(0.9), BoundaryFields(value_dtype="int4")
-    layouts = {
-        "whole": ("digits", DctDp(), {}),
-        "whole, dense": ("gpt_stdlib", PlumpDp(), {"architecture": Architecture("gpt", _LARGE)}),
-        "FSDP": ("gpt_stdlib", DctDp(), {"workers": 2, "fsdp": 2}),
-        "FSDP, local steps": ("gpt_stdlib", SparseLoco(), {"workers": 2, "fsdp": 2}),
-        "tensor parallel": ("gpt_stdlib", TopK(), {"workers": 2, "model_parallel": 2}),
-        "split layers": ("alexnet_digits", PlumpDp(), {"dense_layers": "split"}),
-        "late layers": ("alexnet_digits", PlumpDp(), {"dense_layers": "late"}),
-        "tables by rows": ("dlrm_flights", DctDp(), {"embeddings": "rows"}),
-        "tables by columns": ("dlrm_flights", DctDp(), {"embeddings": "columns"}),
-        "late tables": ("dlrm_flights", PlumpDp(), {"embeddings": "late"}),
-        "stages": ("gpt_stdlib", PlumpDp(), stages),
-        "stages, DCT-MP": ("gpt_stdlib", DctDp(), stages | {"boundary": sparse}),
-        "stages, 4 bits": ("gpt_stdlib", PlumpDp(), stages | {"boundary": quarter}),
-        "stages, 1F1B": ("gpt_stdlib", PlumpDp(), stages | {"boundary": quarter, "pipeline_schedule": "1f1b"}),
-    }
     records = []
-    for name, (config_name, method, options) in layouts.items():
-        experiment = dataclasses.replace(CONFIGS[config_name], **({"workers": 4} | options))
-        info = ClickInfo("flights", 1000, 100, (5000, 300, 40)) if config_name == "dlrm_flights" else None
-        job = make_job(experiment, method, info=info, devices=devices)
-        begin = time.perf_counter()
-        compiled = job.step.lower(*job.inputs).compile(_APART if name == "whole, dense" else None)
-        compile_s, memory, text = time.perf_counter() - begin, compiled.memory_analysis(), compiled.as_text()
+    for name, layout in layouts(len(devices), inside=2).items():
+        job, step = compile_layout(layout, devices, _APART if name == "whole, dense" else None)
         axis = (job.axis,) if isinstance(job.axis, str) else job.axis
-        axes = [*axis, *(["stage"] if experiment.stages > 1 else [])]
+        axes = [*axis, *(["stage"] if "stages" in layout.options else [])]
         records.append(
             {
                 "layout": name,
-                "model": config_name,
-                "method": method.name,
-                "bytes": float(read_program(text, job.mesh).over(*axes).received),
-                "bytes_traced": job.report.received_in_exchange,
-                "overlap": read_overlap(text),
-                "megabytes_temporary": memory.temp_size_in_bytes / 1e6,
-                "compile_s": compile_s,
-                "verified": _verified(partial(job.verify, *job.inputs)),
+                "model": layout.config,
+                "method": layout.method.name,
+                "bytes": float(step.program.over(*axes).received),
+                "bytes_traced": step.bytes_traced,
+                "overlap": read_overlap(step.text),
+                "megabytes_temporary": step.memory.temp_size_in_bytes / 1e6,
+                "compile_s": step.compile_s,
+                "verified": step.verified,
             }
         )
-        print(f"{name}: {compile_s:.1f} s", flush=True)
+        print(f"{name}: {step.compile_s:.1f} s", flush=True)
     return records
 
 

@@ -20,7 +20,8 @@ class Traffic:
       times: executions in a step.
       axes: names of the mesh axes that it goes over; empty if they are not known (compiled text).
       pairs: (source, target) of a permutation: positions on the axis, or, in compiled text, places in the mesh.
-      dtype: the type, for an all-reduce of numbers that are not 4 bytes, since some types are slow to sum. Else empty.
+      dtype: the type, for an all-reduce of numbers that are not 4 bytes, since some types are slow to sum. Else empty,
+        except in compiled text: there it is what is sent, as XLA names it ("u32", "f32+s8").
     """
 
     op: str

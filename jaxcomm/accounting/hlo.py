@@ -23,6 +23,7 @@ from jaxcomm.accounting.text import (
     dimensions_of,
     operands_of,
     read_computations,
+    types_of,
 )
 from jaxcomm.traffic import Program, Traffic
 
@@ -291,16 +292,17 @@ def _traffic(op: str, shape: str, workers: int) -> Traffic:
     # (operands, results, contexts...); XLA before JAX 0.11.1 wrote an all-reduce as its results alone, maybe several.
     if op.endswith("-start") and (kind != "all_reduce" or shape.startswith("((")):
         shape = _elements(shape)[1]
-    return _of_result(kind, sum(array_bytes(shape)), workers)
+    return _of_result(kind, shape, workers)
 
 
-def _of_result(kind: str, result: int, workers: int) -> Traffic:
-    """Makes the record of one collective from the bytes of its result."""
+def _of_result(kind: str, shape: str, workers: int) -> Traffic:
+    """Makes the record of one collective from the shape of its result."""
+    result, dtype = sum(array_bytes(shape)), types_of(shape)
     if kind == "all_gather":
-        return Traffic(kind, result // workers, workers)
+        return Traffic(kind, result // workers, workers, dtype=dtype)
     if kind == "reduce_scatter":
-        return Traffic(kind, result * workers, workers)
-    return Traffic(kind, result, workers)
+        return Traffic(kind, result * workers, workers, dtype=dtype)
+    return Traffic(kind, result, workers, dtype=dtype)
 
 
 def _between_slices(kind: str, shape: str, tail: str, mesh: Mesh | None) -> Traffic:
@@ -322,7 +324,7 @@ def _between_slices(kind: str, shape: str, tail: str, mesh: Mesh | None) -> Traf
         if mesh
         else sorted({device_id for pair in pairs for device_id in pair})
     )
-    traffic = _of_result(kind, sum(array_bytes(_elements(shape)[0])), len(ids) if pairs else workers)
+    traffic = _of_result(kind, _elements(shape)[0], len(ids) if pairs else workers)
     if pairs:
         traffic = replace(traffic, pairs=tuple((ids.index(a), ids.index(b)) for a, b in pairs))
     if mesh is None:

@@ -65,6 +65,11 @@ def array_bytes(shape: str) -> Iterator[int]:
         yield count_bytes(tuple(int(d) for d in dims.split(",") if d), _itemsize(dtype))
 
 
+def types_of(shape: str) -> str:
+    """Returns the types of an array, or of the arrays of a tuple, each once: "f32+s8"."""
+    return "+".join(dict.fromkeys(dtype for dtype, _ in _ARRAY.findall(shape) if dtype != "token"))
+
+
 def _itemsize(dtype: str) -> int:
     if dtype == "pred":
         return 1

@@ -65,6 +65,9 @@ FUSIONS = """
         ("f32[1088]{0} concatenate(%p, %r), dimensions={0}", 2 * 4352),
         ("f32[1024]{0} bitcast(%p)", 0),
         ("f32[1024]{0} all-reduce(%p), replica_groups={{0,1}}, to_apply=%sum", 8192),
+        # Asynchronous on GPUs: the start reads, and the end writes.
+        ("((f32[64]{0}), f32[256]{0}) all-gather-start(%r), replica_groups={{0,1,2,3}}, dimensions={0}", 256),
+        ("f32[256]{0} all-gather-done(%r)", 1024),
         (
             '(s32[], f32[64]{0}) while(%z), condition=%c, body=%body, backend_config={"known_trip_count":{"n":"3"}}',
             1536,
@@ -89,6 +92,20 @@ ENTRY %main (p: f32[1024], q: f32[1024], r: f32[64]) -> f32[1024] {{
 }}
 """
     assert read_memory_traffic(text) == expected
+
+
+def test_a_scope():
+    """What is named and not in the scope does not count; what has no name does."""
+    text = """HloModule jit_step
+
+ENTRY %main (p: f32[1024]) -> f32[1024] {
+  %p = f32[1024]{0} parameter(0)
+  %a = f32[1024]{0} negate(%p), metadata={op_name="jit(step)/loss/neg"}
+  %b = f32[1024]{0} add(%p, %a), metadata={op_name="jit(step)/jaxcomm/add"}
+  ROOT %c = f32[1024]{0} copy(%b)
+}
+"""
+    assert (read_memory_traffic(text), read_memory_traffic(text, "jaxcomm")) == (7 * 4096, 5 * 4096)
 
 
 def test_programs():

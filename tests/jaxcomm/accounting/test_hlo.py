@@ -157,6 +157,18 @@ def test_operations_of_gpus(line, expected):
     assert (traffic.op, traffic.operand_bytes, traffic.workers) == (*expected, 4)
 
 
+@pytest.mark.parametrize(
+    ("line", "types"),
+    [
+        (f"u32[4,64]{{1,0}} all-gather(%p), {GROUPS}, dimensions={{0}}", "u32"),
+        (f"((f32[64]{{0}}, s8[8]{{0}}), (f32[64]{{0}}, s8[8]{{0}})) all-reduce-start(%p, %q), {NEW}{ALIAS}", "f32+s8"),
+        (f"(bf16[64]{{0}}, bf16[8]{{0}}) all-reduce-start(%p, %q), {OLD}, to_apply=%sum", "bf16"),
+    ],
+)
+def test_types(line, types):
+    assert only(module(f"%s = {line}")).dtype == types
+
+
 PAIRS = "source_target_pairs={{0,1}}"
 
 
