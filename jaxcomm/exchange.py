@@ -143,6 +143,20 @@ class Exchanged(NamedTuple):
         return self.metrics.skipped == 0
 
 
+class Packed(NamedTuple):
+    """One worker's payload as words, made without a collective; see `Exchange.pack`.
+
+    Attributes:
+      words: (m,) uint32, what travels. m depends on shapes alone.
+      residual: (1, n) float32, the worker's new row if the payload counts; None for methods without one.
+      ok: () bool, whether the gradient, and what a receiver will read, is finite. Else the payload must not be sent.
+    """
+
+    words: jax.Array
+    residual: jax.Array | None
+    ok: jax.Array
+
+
 def zeros_unless(ok: jax.Array, tree: Any) -> Any:
     """Replaces all leaves by zeros unless `ok` holds."""
     return jax.tree.map(lambda leaf: _select(ok, leaf, jnp.zeros_like(leaf)), tree)
@@ -274,6 +288,11 @@ class Exchange:
         """The remedy to suggest if receivers cannot check what they get, so that a checksum is refused; else None."""
         return "Take a method that sends payloads, as topk and sign do"
 
+    @property
+    def pack_remedy(self) -> str | None:
+        """The remedy to suggest if it cannot pack a payload without a collective; else None."""
+        return "Take topk, demo, pulse, random_k, sign, quant_dp or plump_dp"
+
     # The hooks.
 
     def plan(self, tree: Any) -> Layout:
@@ -288,6 +307,36 @@ class Exchange:
     def average(self, gradient: Gradient, state: ExchangeState) -> tuple[Exchanged, Any]:
         """Averages one worker's gradient over the workers; returns the result and the new memory."""
         raise NotImplementedError
+
+    def pack(self, gradient: Gradient, step: jax.Array, worker: jax.Array | int) -> Packed:
+        """Writes one worker's gradient, plus its residual, as words. Needs no axis of workers.
+
+        The mean of what `unpack` reads of all workers is what `average` returns where it gathers payloads.
+
+        Args:
+          gradient: the worker's gradient.
+          step: () int32, the exchanges so far, equal on all workers.
+          worker: () uint32, the worker's number, from which random rounding is drawn.
+
+        Raises:
+          ValueError: if the method needs another worker's answer; see `check_packs`.
+        """
+        raise NotImplementedError
+
+    def unpack(self, words: jax.Array, layout: Layout, step: jax.Array) -> list[jax.Array]:
+        """Reads what `pack` wrote in the same step: the leaves in tree order, float32 or their own types."""
+        raise NotImplementedError
+
+    def check_packs(self) -> None:
+        """Refuses a method that needs a collective's answer before it can write a payload."""
+        remedy = self.pack_remedy
+        if self.where is not None and remedy is None:
+            remedy = "Leave where= out: all parameters travel"
+        if remedy is not None:
+            raise ValueError(
+                f"exchange must pack a worker's gradient without another worker's answer; got {self.name} with "
+                f"collective={getattr(self, 'collective', None)!r}, where={self.where!r}. {remedy}."
+            )
 
     def global_model(self, state: ExchangeState, like: Any) -> Any:
         """Returns a local method's model to evaluate, in the shapes and types of the parameters `like`."""

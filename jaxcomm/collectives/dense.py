@@ -1,6 +1,7 @@
 """The dense all-reduce, with which everything else is compared."""
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomm.codecs import value_codec
+from jaxcomm.codecs.values import ValueCodec
 from jaxcomm.collectives.axis import AxisName, axis_size
 from jaxcomm.collectives.messages import sum_of
 from jaxcomm.collectives.shared_mask import compact_sum
@@ -15,9 +17,10 @@ from jaxcomm.kernels.numerics import is_finite, promotes, wide_type
 from jaxcomm.kernels.platforms import in_memory, traced_platform
 from jaxcomm.kernels.scopes import EXCHANGE
 from jaxcomm.kernels.vectors import end_to_end, split_vector
-from jaxcomm.layout import MAX_ELEMENTS
+from jaxcomm.layout import MAX_ELEMENTS, Layout
 
 DenseDtype = Literal["float32", "bfloat16", "float16"]
+FLOAT32 = value_codec("float32")
 _BUCKET = 25 << 20  # bytes in float32, as of PyTorch's DDP
 
 
@@ -64,6 +67,21 @@ def dense_mean(
     return [by_place[place] for place in range(len(tensors))], finite[0] if len(finite) == 1 else jnp.stack(
         finite
     ).all()
+
+
+def dense_words(tensors: Sequence[jax.Array], codec: ValueCodec = FLOAT32) -> tuple[jax.Array, jax.Array]:
+    """Writes tensors end to end as words, and tells whether what is read will be finite: (m,) uint32, () bool."""
+    vector = end_to_end([tensor.reshape(-1).astype(jnp.float32) for tensor in tensors])
+    return codec.encode(vector), is_finite(codec.rounded(vector)) & is_finite(vector)
+
+
+def read_dense(words: jax.Array, layout: Layout, codec: ValueCodec = FLOAT32) -> list[jax.Array]:
+    """Reads the dense tensors of a layout from their words, in their shapes and dtypes."""
+    _, shapes = layout.split(layout.shapes)
+    _, dtypes = layout.split(layout.dtypes)
+    starts = list(itertools.accumulate(map(math.prod, shapes), initial=0))[: len(shapes)]
+    parts = split_vector(codec.decode(words, layout.n_dense), shapes, starts)
+    return [part.astype(dtype) for part, dtype in zip(parts, dtypes, strict=True)]
 
 
 def _buckets(tensors: Sequence[jax.Array]) -> Iterator[Sequence[jax.Array]]:

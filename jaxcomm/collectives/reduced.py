@@ -25,6 +25,10 @@ class Sent(NamedTuple):
     filled: jax.Array
     values: jax.Array
 
+    def taken_from(self, row: jax.Array, ok: jax.Array, decay: float = 1.0) -> jax.Array:
+        """Turns a worker's vector (1, n), already multiplied by `decay`, into its residual, in place, if `ok`."""
+        return _changed(row, self.position, -self.values, ok, decay)
+
 
 class Reduced(NamedTuple):
     """A sum of dense vectors: total + psum(residual) == psum(vector).
@@ -66,11 +70,15 @@ class SparseReduced(NamedTuple):
 
         The row is already multiplied by `decay`.
         """
-        changes = [(self.sent.position, -self.sent.values), *([] if self.errors is None else [self.errors])]
-        for position, values in changes:
-            changed = jnp.where(ok, np.float32(decay) * values, 0.0)
-            row = row.at[0, position].add(changed, mode="promise_in_bounds")
+        row = self.sent.taken_from(row, ok, decay)
+        if self.errors is not None:
+            row = _changed(row, *self.errors, ok, decay)
         return row
+
+
+def _changed(row: jax.Array, position: jax.Array, values: jax.Array, ok: jax.Array, factor: float) -> jax.Array:
+    change = jnp.where(ok, np.float32(factor) * values, 0.0)
+    return row.at[0, position].add(change, mode="promise_in_bounds")
 
 
 def write_status(sound: jax.Array, overfull: jax.Array | bool = False) -> jax.Array:

@@ -6,14 +6,16 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxcomm.checks import DenseBelow, one_of
 from jaxcomm.codecs.quantize import PartCodec
 from jaxcomm.collectives import axis_size, dense_mean
 from jaxcomm.collectives.coded_sum import COLLECTIVES, coded_sum, integer_sum
-from jaxcomm.exchange import Exchange, Exchanged, ExchangeState, Gradient, zeros_unless
+from jaxcomm.collectives.dense import dense_words, read_dense
+from jaxcomm.exchange import Exchange, Exchanged, ExchangeState, Gradient, Packed, zeros_unless
 from jaxcomm.kernels.numerics import is_finite_narrow
-from jaxcomm.kernels.vectors import Stored, Vector
+from jaxcomm.kernels.vectors import Stored, Vector, computed_end_to_end
 from jaxcomm.layout import Layout, plan_layout
 from jaxcomm.types import ExchangeMetrics
 
@@ -59,8 +61,8 @@ class CodedExchange(Exchange):
         del vector, layout, step
         return None
 
-    def codecs(self, layout: Layout, step: jax.Array) -> tuple[PartCodec, PartCodec]:
-        """Returns the codecs for a worker's vector and for a sum of vectors."""
+    def codecs(self, layout: Layout, step: jax.Array, worker: jax.Array | int) -> tuple[PartCodec, PartCodec]:
+        """Returns the codecs for a worker's vector, by the worker's number, and for a sum of vectors."""
         raise NotImplementedError
 
     def scaled(self, vector: Vector, layout: Layout) -> tuple[Vector, jax.Array, jax.Array]:
@@ -85,7 +87,8 @@ class CodedExchange(Exchange):
                 summed = integer_sum(summands.codes, summands.ok, self.axis_name)
             else:
                 vector, scales, is_ok = self.scaled(x, layout)
-                codecs, axis_name, unit = self.codecs(layout, state.step), self.axis_name, 1
+                axis_name, unit = self.axis_name, 1
+                codecs = self.codecs(layout, state.step, lax.axis_index(axis_name))
                 summed = coded_sum(vector, is_ok, *codecs, self.collective, axis_name, self.checksum)
             max_sum = unit * axis_size(self.axis_name)  # that a sum can be, in integers
             factors = scales * np.float32(1 / max_sum)
@@ -97,3 +100,27 @@ class CodedExchange(Exchange):
                 residual = jnp.where(ok, summed.residual()[None], residual)
         metrics = ExchangeMetrics.of(ok, axis_size(self.axis_name) * layout.n_elements())
         return Exchanged(zeros_unless(ok, means), residual, metrics), state.memory
+
+    @property
+    def pack_remedy(self) -> str | None:
+        return None if self.collective in ("auto", "gather") else "Leave collective= out: codes are gathered"
+
+    def pack(self, gradient: Gradient, step: jax.Array, worker: jax.Array | int) -> Packed:
+        layout, residual = gradient.layout, gradient.residual
+        words, ok = dense_words(gradient.dense)
+        if not layout.sizes:
+            return Packed(words, residual, ok)
+        vector: Vector = Stored(gradient.vector()) if residual is None else gradient.accumulated()
+        codec = self.codecs(layout, step, worker)[0]
+        codes, sound = codec.codes(vector, 0)
+        code = codec.words(codes)
+        if residual is not None:
+            residual = jnp.where(ok & sound, (vector.sum() - codec.decode(code, layout.n, 0))[None], residual)
+        return Packed(computed_end_to_end([code, words]), residual, ok & sound)
+
+    def unpack(self, words: jax.Array, layout: Layout, step: jax.Array) -> list[jax.Array]:
+        compressed = []
+        if layout.sizes:
+            vector = self.codecs(layout, step, 0)[0].decode(words[: words.size - layout.n_dense], layout.n, 0)
+            compressed = layout.as_leaves(layout.unflatten(vector))
+        return layout.join(compressed, read_dense(words[words.size - layout.n_dense :], layout))

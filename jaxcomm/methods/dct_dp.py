@@ -97,6 +97,10 @@ class DctDp(SparseExchange):
         """Returns how many of n coordinates a refresh selects: the floor(n * sparsity)-th smallest |x| and above."""
         return n - dropped(n, self.sparsity) + 1
 
+    @property
+    def pack_remedy(self) -> str | None:
+        return "Take topk: thresholds of other rounds are no help where each round selects anew"
+
     def start(self, params: Any, layout: Layout) -> Thresholds:
         threshold = self.per_worker(jnp.zeros((1, len(layout.sizes)), jnp.float32))
         return Thresholds(jnp.asarray(True), threshold)

@@ -49,6 +49,10 @@ class Dgc(MomentumCorrection, SparseExchange):
     def capacity(self, n: int) -> int:
         return n_kept(n, self.sparsity)
 
+    @property
+    def pack_remedy(self) -> str | None:
+        return "Take topk: the momentum belongs to the local optimizer"
+
     def start(self, params: Any, layout: Layout) -> PerWorker:
         return self.zero_velocity(layout)
 

@@ -43,6 +43,10 @@ class Ef21(TopK):
     def has_error_feedback(self) -> bool:
         return False
 
+    @property
+    def pack_remedy(self) -> str | None:
+        return "Take topk: a mean of estimates needs every worker in every round"
+
     def start(self, params: Any, layout: Layout) -> jax.Array:
         return jnp.zeros(layout.n, jnp.float32)
 

@@ -3,12 +3,14 @@
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, get_args
 
+import jax
 import optax
 
 from jaxcomm.checks import count, one_of
+from jaxcomm.codecs import value_codec
 from jaxcomm.collectives import dense_mean
-from jaxcomm.collectives.dense import DenseDtype
-from jaxcomm.exchange import Exchange, Exchanged, ExchangeState, Gradient, transformation, zeros_unless
+from jaxcomm.collectives.dense import DenseDtype, dense_words, read_dense
+from jaxcomm.exchange import Exchange, Exchanged, ExchangeState, Gradient, Packed, transformation, zeros_unless
 from jaxcomm.layout import Layout, plan_layout
 from jaxcomm.methods.local_sgd import local_sgd
 from jaxcomm.types import ExchangeMetrics
@@ -64,6 +66,21 @@ class PlumpDp(Exchange):
     def average(self, gradient: Gradient, state: ExchangeState) -> tuple[Exchanged, Any]:
         means, ok = dense_mean(gradient.leaves, self.axis_name, self.value_dtype, self.checksum)
         return Exchanged(zeros_unless(ok, means), None, ExchangeMetrics.of(ok, sent=0)), state.memory
+
+    @property
+    def pack_remedy(self) -> str | None:
+        if self.p > 1:
+            return "Leave p= out: rounds have steps="
+        return "Pass value_dtype='bfloat16'" if self.value_dtype == "float16" else None
+
+    def pack(self, gradient: Gradient, step: jax.Array, worker: jax.Array | int) -> Packed:
+        del step, worker
+        words, ok = dense_words(gradient.leaves, value_codec(self.value_dtype))
+        return Packed(words, None, ok)
+
+    def unpack(self, words: jax.Array, layout: Layout, step: jax.Array) -> list[jax.Array]:
+        del step
+        return read_dense(words, layout, value_codec(self.value_dtype))
 
 
 plump_dp = transformation(PlumpDp)

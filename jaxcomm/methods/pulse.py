@@ -1,17 +1,18 @@
 """PULSELoCo's exchange: sends only what changes a parameter as the forward pass reads it."""
 
 from dataclasses import KW_ONLY, dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 import jax
 import numpy as np
 from jax import lax
 
 from jaxcomm.checks import Sparsity, positive
-from jaxcomm.exchange import Exchanged, ExchangeState, Gradient, transformation
+from jaxcomm.collectives.sparse import Accumulated
+from jaxcomm.exchange import Gradient, transformation
 from jaxcomm.kernels import bits
 from jaxcomm.kernels.scopes import SELECT
-from jaxcomm.methods.sparse import SparseExchange, drain
+from jaxcomm.methods.sparse import SparseExchange
 from jaxcomm.selectors import Selected, draw_start
 from jaxcomm.selectors.topk import n_kept
 
@@ -58,17 +59,12 @@ class Pulse(SparseExchange):
     def capacity(self, n: int) -> int:
         return n_kept(n, self.sparsity)
 
-    def average(self, gradient: Gradient, state: ExchangeState) -> tuple[Exchanged, Any]:
+    def choose(self, gradient: Gradient, vector: Accumulated, step: jax.Array) -> tuple[Selected, jax.Array]:
         if gradient.params is None:
             raise ValueError("params must be given to pulse; got none. Call tx.update(gradients, state, params).")
-        layout, vector = gradient.layout, gradient.accumulated()
-        if not layout.sizes:
-            return drain(gradient, vector, self.axis_name), state.memory
-        weights = layout.flatten(layout.split(gradient.params)[0])
+        weights = gradient.layout.flatten(gradient.layout.split(gradient.params)[0])
         mask = select_visible(vector.sum() * np.float32(-self.learning_rate), weights)
-        return self.send(gradient, vector, Selected(mask, vector.is_ok()), draw_start(self.seed, state.step))[
-            0
-        ], state.memory
+        return Selected(mask, vector.is_ok()), draw_start(self.seed, step)
 
 
 pulse = transformation(Pulse)

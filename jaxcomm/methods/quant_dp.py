@@ -98,7 +98,7 @@ class QuantDp(CodedExchange):
         workers = axis_size(self.axis_name)
         if self.way(workers) != "psum":
             return None
-        codec = self.codecs(layout, step)[0]
+        codec = self.codecs(layout, step, lax.axis_index(self.axis_name))[0]
         levels = codec.levels // workers
         if not levels:
             raise ValueError(
@@ -112,13 +112,13 @@ class QuantDp(CodedExchange):
             codes = codec.draw(vector, scale, levels, 0).astype(jnp.int8 if self.bits == 8 else jnp.int16)
         return Summands(codes, scale, levels, ok)
 
-    def codecs(self, layout: Layout, step: jax.Array) -> tuple[Buckets, PartCodec]:
-        first, second = rounding_keys(self.seed, step, lax.axis_index(self.axis_name))
+    def codecs(self, layout: Layout, step: jax.Array, worker: jax.Array | int) -> tuple[Buckets, PartCodec]:
+        first, second = rounding_keys(self.seed, step, worker)
         make = functools.partial(Buckets, self.bits, self.bucket, self.norm)
         return make(first), make(second)
 
 
-def rounding_keys(seed: int, step: jax.Array, worker: jax.Array) -> tuple[jax.Array, jax.Array]:
+def rounding_keys(seed: int, step: jax.Array, worker: jax.Array | int) -> tuple[jax.Array, jax.Array]:
     """Returns the keys for rounding a worker's vector, (seed, step, 0, worker), and the sums, (seed, step, 1).
 
     All owners share the second key: each rounds its own part of the sum with that part of the random sequence.

@@ -3,9 +3,16 @@
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from jaxcomm.checks import Sparsity
-from jaxcomm.exchange import Exchanged, ExchangeState, Gradient, transformation
+from jaxcomm.codecs import value_codec
+from jaxcomm.collectives.dense import dense_words, read_dense
+from jaxcomm.exchange import Exchanged, ExchangeState, Gradient, Packed, transformation
 from jaxcomm.kernels import noise
+from jaxcomm.kernels.vectors import computed_end_to_end
+from jaxcomm.layout import Layout
 from jaxcomm.methods.shared import SharedExchange
 from jaxcomm.methods.sparse import drain
 from jaxcomm.selectors.strata import select_strata
@@ -48,6 +55,32 @@ class RandomK(SharedExchange):
             return drain(gradient, vector, self.axis_name), state.memory
         slots = select_strata(noise.make_key(self.seed, state.step), gradient.layout)
         return self.send(gradient, vector, slots), state.memory
+
+    @property
+    def pack_remedy(self) -> str | None:
+        return None if self.collective == "auto" else "Leave collective= out: values are gathered"
+
+    def pack(self, gradient: Gradient, step: jax.Array, worker: jax.Array | int) -> Packed:
+        del worker
+        vector, codec, layout = gradient.accumulated(), value_codec(self.value_dtype), gradient.layout
+        words, ok = dense_words(gradient.dense)
+        if not layout.sizes:
+            return Packed(words, vector.residual, ok)
+        slots = select_strata(noise.make_key(self.seed, step), layout)
+        values = codec.rounded(jnp.where(slots.filled, vector.at(slots.position), 0.0))  # (C,)
+        ok = ok & vector.is_ok()
+        sent = jnp.where(ok, values, 0.0)
+        residual = vector.sum()[None].at[0, slots.position].add(-sent, mode="promise_in_bounds")
+        return Packed(computed_end_to_end([codec.encode(values), words]), residual, ok)
+
+    def unpack(self, words: jax.Array, layout: Layout, step: jax.Array) -> list[jax.Array]:
+        n, total = words.size - layout.n_dense, jnp.zeros(layout.n, jnp.float32)
+        if layout.sizes:
+            slots = select_strata(noise.make_key(self.seed, step), layout)
+            values = value_codec(self.value_dtype).decode(words[:n], slots.position.size)
+            values = jnp.where(slots.filled, values, 0.0)
+            total = total.at[slots.position].add(values, mode="promise_in_bounds")
+        return layout.join(layout.as_leaves(layout.unflatten(total)), read_dense(words[n:], layout))
 
 
 random_k = transformation(RandomK)

@@ -33,7 +33,7 @@ class Sign(CodedExchange):
 
     keeps_residual: ClassVar[bool] = True
 
-    def codecs(self, layout: Layout, step: jax.Array) -> tuple[PartCodec, PartCodec]:
+    def codecs(self, layout: Layout, step: jax.Array, worker: jax.Array | int) -> tuple[PartCodec, PartCodec]:
         return BlockSigns(layout), BlockSigns(layout)
 
 

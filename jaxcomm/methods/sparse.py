@@ -15,12 +15,14 @@ from jax import lax
 from jaxcomm.checks import DenseBelow, Rule, number, one_of
 from jaxcomm.codecs import SlotDtype, slot_codec
 from jaxcomm.collectives import axis_size, dense_mean
+from jaxcomm.collectives.dense import dense_words, read_dense
 from jaxcomm.collectives.reduced import SparseReduced
 from jaxcomm.collectives.sparse import COLLECTIVES, Accumulated, SparseSum
-from jaxcomm.exchange import Exchange, Exchanged, ExchangeState, Gradient, zeros_unless
+from jaxcomm.exchange import Exchange, Exchanged, ExchangeState, Gradient, Packed, zeros_unless
 from jaxcomm.kernels.bits import popcount, unpack
 from jaxcomm.kernels.numerics import is_finite_narrow
 from jaxcomm.kernels.scopes import EXCHANGE
+from jaxcomm.kernels.vectors import computed_end_to_end
 from jaxcomm.layout import BLOCK, Layout, plan_layout
 from jaxcomm.selectors import Selected, draw_start
 from jaxcomm.types import ExchangeMetrics
@@ -86,8 +88,36 @@ class SparseExchange(Exchange):
         vector = gradient.accumulated()
         if not gradient.layout.sizes:
             return drain(gradient, vector, self.axis_name), state.memory
-        selected = self.select(vector, gradient.layout)
-        return self.send(gradient, vector, selected, draw_start(0, state.step))[0], state.memory
+        return self.send(gradient, vector, *self.choose(gradient, vector, state.step))[0], state.memory
+
+    def choose(self, gradient: Gradient, vector: Accumulated, step: jax.Array) -> tuple[Selected, jax.Array]:
+        """Returns the coordinates to send, and the start offset of those that get slots if there are too many."""
+        return self.select(vector, gradient.layout), draw_start(0, step)
+
+    @property
+    def pack_remedy(self) -> str | None:
+        return None if self.collective in ("auto", "gather") else "Leave collective= out: payloads are gathered"
+
+    def pack(self, gradient: Gradient, step: jax.Array, worker: jax.Array | int) -> Packed:
+        del worker
+        layout, vector = gradient.layout, gradient.accumulated()
+        words, ok = dense_words(gradient.dense)
+        if not layout.sizes:
+            return Packed(words, vector.residual, ok)
+        (mask, selected_ok), start = self.choose(gradient, vector, step)
+        payload, sent = self.collective_of(layout).pack(vector, mask, selected_ok, start)
+        ok = ok & selected_ok & jnp.isfinite(sent.values).all()
+        residual = (vector.residual + vector.gradient[None]) * np.float32(self.decay)
+        return Packed(computed_end_to_end([payload, words]), sent.taken_from(residual, ok, self.decay), ok)
+
+    def unpack(self, words: jax.Array, layout: Layout, step: jax.Array) -> list[jax.Array]:
+        del step
+        n = words.size - layout.n_dense
+        total = jnp.zeros(layout.n, jnp.float32)
+        if layout.sizes:
+            position, values = self.collective_of(layout).unpack(words[:n])
+            total = total.at[position].add(values, mode="promise_in_bounds")
+        return layout.join(layout.as_leaves(layout.unflatten(total)), read_dense(words[n:], layout))
 
     def send(
         self, gradient: Gradient, vector: Accumulated, selected: Selected, start: jax.Array

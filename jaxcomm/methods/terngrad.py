@@ -46,8 +46,12 @@ class TernGrad(CodedExchange):
     clip: Annotated[float | None, positive("The paper uses 2.5 standard deviations", or_none=True)] = 2.5
     seed: int = 0
 
-    def codecs(self, layout: Layout, step: jax.Array) -> tuple[PartCodec, PartCodec]:
-        first = Ternary(noise.make_key(self.seed, step, lax.axis_index(self.axis_name)))
+    @property
+    def pack_remedy(self) -> str | None:
+        return "Take quant_dp(2): the scaler is the largest of all workers"
+
+    def codecs(self, layout: Layout, step: jax.Array, worker: jax.Array | int) -> tuple[PartCodec, PartCodec]:
+        first = Ternary(noise.make_key(self.seed, step, worker))
         return first, Integers(axis_size(self.axis_name))
 
     def scaled(self, vector: Vector, layout: Layout) -> tuple[Vector, jax.Array, jax.Array]:
