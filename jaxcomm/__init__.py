@@ -13,6 +13,7 @@ from jaxcomm.foreign import data_parallel
 from jaxcomm.layers import dct_mp, late_multiply
 from jaxcomm.methods import *
 from jaxcomm.planner import advise
+from jaxcomm.rounds import rounds
 from jaxcomm.state import exchange_metrics, resize_workers, state_specs
 from jaxcomm.steps import Pipeline, make_mesh, make_train_step, simulate
 from jaxcomm.types import PerWorker
@@ -29,6 +30,7 @@ __all__ = [
     "make_mesh",
     "make_train_step",
     "resize_workers",
+    "rounds",
     "simulate",
     "state_specs",
     "verify",

@@ -18,7 +18,7 @@ from jaxcomm.collectives.reduced import Sent, SparseReduced, read_status, write_
 from jaxcomm.kernels.numerics import is_accumulable, not_accumulable
 from jaxcomm.kernels.scopes import DECODE, ENCODE
 from jaxcomm.layout import Layout
-from jaxcomm.selectors import compact, draw_start
+from jaxcomm.selectors import compact
 from jaxcomm.selectors.selection import count_in_segment
 from jaxcomm.types import Payload
 
@@ -142,11 +142,13 @@ class SparseSum:
 
     def unpack(self, words: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Does `decode` for what `pack` wrote."""
-        n, mask = self.layout.n, jax.ShapeDtypeStruct((self.layout.n_words,), jnp.uint32)
-        vector = Accumulated(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((n,), (1, n))))
-        start, ok = jax.eval_shape(lambda: draw_start(0, 0)), jax.ShapeDtypeStruct((), jnp.bool_)
-        payload, _ = jax.eval_shape(self.encode, vector, mask, ok, start)
-        return self.decode(split_words(words, payload))
+        n = self.layout.n
+
+        def zeros() -> Payload:
+            vector, mask = Accumulated(jnp.zeros(n), jnp.zeros((1, n))), jnp.zeros(self.layout.n_words, jnp.uint32)
+            return self.encode(vector, mask, jnp.asarray(True), jnp.float32(0))[0]
+
+        return self.decode(split_words(words, jax.eval_shape(zeros)))
 
     def _gather(self, vector: Accumulated, mask: jax.Array, ok: jax.Array, start: jax.Array) -> SparseReduced:
         payload, contribution = self.encode(vector, mask, ok, start)

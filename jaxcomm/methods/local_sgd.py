@@ -84,7 +84,8 @@ class Fragment(NamedTuple):
     merged_at: jax.Array
 
 
-def _nesterov() -> optax.GradientTransformation:
+def nesterov() -> optax.GradientTransformation:
+    """Returns the outer optimizer of DiLoCo."""
     return optax.sgd(0.7, momentum=0.9, nesterov=True)
 
 
@@ -196,7 +197,7 @@ class LocalSgd(LocalExchange):
     def _first(self, anchor: Any) -> Anchored:
         inner = self.exchange.init(anchor)
         check_exchange(inner, "exchange of local_sgd")
-        return Anchored(anchor, inner, (self.outer or _nesterov()).init(anchor))
+        return Anchored(anchor, inner, (self.outer or nesterov()).init(anchor))
 
     def update_chosen(self, updates: Any, state: ExchangeState, params: Any) -> tuple[Any, ExchangeState]:
         self.check_params(params)
@@ -231,7 +232,7 @@ class LocalSgd(LocalExchange):
         """Averages an outer gradient and moves the anchor by it, unless the exchange is skipped."""
         mean, inner = self.exchange.update(gradient, old.exchange, old.anchor)
         metrics = get_exchange(inner).metrics
-        change, outer = (self.outer or _nesterov()).update(mean, old.outer, old.anchor)
+        change, outer = (self.outer or nesterov()).update(mean, old.outer, old.anchor)
         ok = metrics.skipped == 0
         anchor = jax.tree.map(lambda a, c: a + jnp.where(ok, c, 0.0), old.anchor, change)
         return Anchored(anchor, inner, keep_unless(ok, outer, old.outer)), metrics

@@ -18,7 +18,7 @@ FLOORS = [
     {"order"},
     {"chain"},
     {"steps"},
-    {"foreign", "planner"},
+    {"foreign", "planner", "rounds"},
     {"placement"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

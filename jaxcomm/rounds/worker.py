@@ -1,0 +1,342 @@
+"""A worker: local steps, and beside them the round that they belong to."""
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxcomm.checks import check_range
+from jaxcomm.rounds import records
+from jaxcomm.rounds.clock import Clock, Task, Waiting
+from jaxcomm.rounds.log import Log, News
+from jaxcomm.rounds.model import Global, Model, Packing, Unsent, number_of
+from jaxcomm.types import Params
+
+POLL = 0.005  # seconds between two looks at a task that a step waits for
+SLACK = 1.2  # of a round's usual time: a slow worker sends what it has before its next step would end later
+# (params, local state, batch) -> (params, local state, metrics)
+LocalStep = Callable[[Params, Any, Any], tuple[Params, Any, Mapping[str, Any]]]
+
+
+@dataclass
+class Sending:
+    """A payload on its way.
+
+    Attributes:
+      header: what it says of itself.
+      packing: its words, and what is unsent if it counts or if it does not.
+      number: the round into which it is put; None before.
+      digest: of its object.
+      is_broken: whether it cannot be sent, as its change is not finite.
+      is_withdrawn: whether it must not be put any more.
+    """
+
+    header: records.Header
+    packing: Packing
+    number: int | None = None
+    digest: str = ""
+    is_broken: bool = False
+    is_withdrawn: bool = False
+
+    def payload(self, number: int) -> bytes | None:
+        """Makes the object for a round, when the device is done with the words; None if it must not be put."""
+        if self.is_withdrawn or not bool(self.packing.ok):
+            self.is_broken = not self.is_withdrawn
+            return None
+        raw = records.write_payload(self.header, np.asarray(self.packing.words))
+        self.number, self.digest = number, records.digest(raw)
+        return raw
+
+
+class Worker:
+    """One of the programs that train a model together; `jaxcomm.rounds` makes it.
+
+    Attributes:
+      name: its name in the store.
+      round: the number of the round that it works on; as many are over.
+      counted: how many of its payloads counted.
+      late: how many did not; what they held is in later ones.
+    """
+
+    def __init__(
+        self,
+        log: Log,
+        model: Model,
+        clock: Clock,
+        step: LocalStep,
+        params: Params,
+        local: Any,
+        *,
+        overlap: int,
+        every: int,
+        settings: Mapping[str, Any],
+    ):
+        self.name, self.round, self.counted, self.late = log.name, 0, 0, 0
+        self._log, self._model, self._clock, self._local_step = log, model, clock, step
+        self._overlap, self._every, self._settings = overlap, every, settings
+        self._own = self._sent = jax.tree.map(jnp.copy, params)  # a step may donate them
+        self._local, self._global, self._unsent = local, model.first(params), model.unsent()
+        self._sending: Sending | None = None
+        self._task: Task | None = None
+        self._saving: list[Task] = []
+        self._rows, self._steps, self._ahead, self._missed = 0.0, 0, 0, 0
+        self._paces: list[float] = []
+        self._last: Any = None
+        self._has_left = False
+
+    # What the user calls.
+
+    def __call__(self, batch: Any) -> dict[str, Any]:
+        """Takes a local step, and what the round asks for.
+
+        It waits for the round only where the next step may not run ahead of it. Every array of the batch has the
+        worker's own rows first; their number is the step's weight.
+
+        Returns:
+          The step's metrics, and `round`, the number of the round that comes next.
+
+        Raises:
+          ValueError: if the store refuses, or holds what no worker wrote.
+          TimeoutError: if the store fails for `timeout` seconds.
+        """
+        return self._clock.run(self.advance(batch))
+
+    @property
+    def done(self) -> bool:
+        """Whether all rounds of the run are over."""
+        return self._log.total is not None and self.round >= self._log.total
+
+    @property
+    def params(self) -> Params:
+        """The global model before this round, in the types of the parameters; equal on all workers in the round."""
+        return jax.tree.map(lambda g, p: g.astype(p.dtype), self._global.params, self._own)
+
+    def digest(self) -> str:
+        """Returns the digest of the global state, parameters and outer optimizer; equal on all workers in the round."""
+        return self._model.digest(self._global)
+
+    def leave(self, wait: float = 60.0, *, keep: bool = True) -> None:
+        """Ends the work.
+
+        Args:
+          wait: the most seconds to wait for the worker's round.
+          keep: whether what is not sent stays in the store, where a worker of the same name takes it up: 8 bytes a
+            parameter, and 8 more if the round is not over. Pass False at the end of training.
+        """
+        self._clock.run(self.depart(wait, keep))
+
+    # The same, as work that a clock runs.
+
+    def begin(self) -> Waiting[None]:
+        """Agrees on the settings, takes up what a worker of this name has left, and reads the global state."""
+        yield from self._log.agree(self._settings)
+        if not (yield from self._log.objects.sizes("snapshots")):
+            yield from self._log.objects.create(records.snapshot_path(0), self._snapshot(0, self._global))
+        path = records.worker_path(self.name)
+        raw = yield from self._log.objects.read(path)
+        if raw is not None:
+            yield from self._recall(raw)
+        yield from self._take((yield from self._log.resume()))
+        yield from self._log.objects.remove([path])  # only now: until here, another life could take it up
+
+    def advance(self, batch: Any) -> Waiting[dict[str, Any]]:
+        """Does `__call__`."""
+        rows = [np.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if np.ndim(leaf)]
+        check_range("batch", rows, "arrays of at least one row", bool(rows) and rows[0] > 0, "Pass the worker's rows")
+        rule = "one that has not left, in a run that is not over"
+        check_range("worker", self.name, rule, not self._has_left and not self.done, "Stop when worker.done")
+        yield from self._settle(self._overlap)
+        began = self._clock.now()
+        self._own, self._local, metrics = self._local_step(self._own, self._local, batch)
+        self._rows, self._steps = self._rows + rows[0], self._steps + 1
+        self._ahead += self._task is not None
+        jax.block_until_ready(self._last)  # of the step before: one step is always under way
+        self._last = metrics
+        yield 0.0
+        self._paces = [*self._paces, self._clock.now() - began][-self._log.steps :]
+        if self._task is None and not self.done and self._is_over():
+            yield from self._send()
+            if self._overlap == 0:
+                yield from self._settle(0)
+        return {**metrics, "round": self.round}
+
+    def depart(self, wait: float, keep: bool) -> Waiting[None]:
+        """Does `leave`."""
+        until = self._clock.now() + wait
+        while self._task is not None and not self._task.done and self._clock.now() < until:
+            yield POLL
+        if self._task is not None and self._task.done:
+            yield from self._settle(0)
+        for task in self._saving:
+            while not task.done:
+                yield POLL
+            task.result()
+        self._has_left, sending = True, self._sending
+        unsent, base = self._unsent, self._global.params
+        if sending is not None:
+            base, sending.is_withdrawn = self._sent, True
+            if sending.number is None:  # it is not put yet
+                unsent, sending = sending.packing.late, None
+            else:  # the round decides on it later: what came after it is kept apart
+                unsent = unsent._replace(rows=0.0)
+        if self._rows:
+            unsent = self._model.joined(unsent, self._model.change(base, self._own), self._rows)
+        is_empty = sending is None and unsent.residual is None and not unsent.rows
+        if keep and not is_empty:
+            yield from self._log.objects.create(records.worker_path(self.name), self._memo(unsent, sending))
+
+    # Parts of them.
+
+    def _is_over(self) -> bool:
+        """Returns whether the round's local steps are done, or the next one would end long after the others'."""
+        if self._steps >= self._log.steps:
+            return True
+        if self._log.previous is None:
+            return False
+        usual = self._log.previous.usual_seconds(self._log.steps)
+        return sum(self._paces[-self._steps :]) + self._pace() > SLACK * usual
+
+    def _pace(self) -> float:
+        """Returns the seconds of a local step, the median of a round's: compiling does not count."""
+        return float(np.median(self._paces))
+
+    def _send(self) -> Waiting[None]:
+        """Packs what is not sent, and takes part in the round."""
+        yield 0.0
+        anchor, state = self._global.params, self._model.digest(self._global)
+        packing = self._model.pack(anchor, self._own, self._rows, self._unsent, self.round, number_of(self.name))
+        header = records.Header(self.name, self.round, state, packing.late.rows, self._steps, self._pace())
+        self._sending = Sending(header, packing)
+        self._sent = jax.tree.map(jnp.copy, self._own)
+        self._rows, self._steps, self._ahead = 0.0, 0, 0
+        work = self._log.take_part(self.round, self._missed, self._sending.payload)
+        self._task = self._clock.start(work)
+
+    def _settle(self, ahead: int) -> Waiting[None]:
+        """Takes what the log has of this round; waits for it if as many local steps were done meanwhile."""
+        while (task := self._task) is not None:
+            if task.done:
+                self._task = None
+                yield from self._take(task.result())
+            elif self._ahead >= ahead:
+                yield POLL
+            else:
+                return
+
+    def _take(self, news: News) -> Waiting[None]:
+        """Settles what became of the payload, takes the outer steps of all rounds, and continues from there."""
+        sending, self._sending = self._sending, None
+        if sending is not None:
+            self._settle_payload(sending, news)
+        state, number, is_read = self._global, self.round, news.snapshot is not None
+        if news.snapshot is not None:
+            number, state = news.snapshot[0], self._read(*news.snapshot)
+        for manifest, words in news.rounds:
+            if (digest := self._model.digest(state)) != manifest.state and manifest.state:
+                what = f"Worker {self.name!r} has another global state before round {manifest.number}, {digest}, than "
+                what += f"the log, {manifest.state}: another library, or a fault of its hardware"
+                if not is_read:
+                    warnings.warn(f"{what}. It starts again from the newest snapshot.", stacklevel=2)
+                    news = yield from self._log.resume()
+                    return (yield from self._take(news))
+                warnings.warn(f"{what}, even after the newest snapshot.", stacklevel=2)
+            state, number = self._model.apply(state, manifest, words), manifest.number + 1
+            turn = manifest.members[number // self._every % len(manifest.members)]
+            if number % self._every == 0 and turn.header.worker == self.name and manifest.state in ("", digest):
+                self._saving = [task for task in self._saving if not task.done or task.result()]
+                self._saving.append(self._clock.start(self._log.save(number, self._snapshot(number, state))))
+            yield 0.0
+        self._own = self._model.rebase(state.params, self._own, self._sent)
+        self._global, self.round, self._sent = state, number, self._own
+
+    def _settle_payload(self, sending: Sending, news: News) -> None:
+        """Keeps what is unsent, by what the manifest says of the payload."""
+        if sending.is_broken:
+            warnings.warn(
+                f"Worker {self.name!r} has a change that is not finite in round {self.round}: it is not sent, and the "
+                "worker goes on from the global model.",
+                stacklevel=2,
+            )
+        elif news.own is not None and news.own.find(sending.digest):
+            self._unsent, self._missed, self.counted = sending.packing.counted, 0, self.counted + 1
+        else:
+            self._unsent, self.late = sending.packing.late, self.late + 1
+            self._missed += news.own is not None
+            if news.own is not None and (reason := news.own.refused.get(self.name)):
+                warnings.warn(
+                    f"The payload of {self.name!r} in round {news.own.number} was refused by {news.own.writer!r}: "
+                    f"{reason}. What it held goes into the next; a worker of another name starts without it.",
+                    stacklevel=2,
+                )
+
+    def _snapshot(self, number: int, state: Global) -> bytes:
+        """Writes a global state."""
+        record = {"round": number, "state": self._model.digest(state)}
+        return records.join(record, [_on_host(leaf) for leaf in jax.tree.leaves(state)])
+
+    def _read(self, number: int, raw: bytes) -> Global:
+        """Reads a global state, to where the present one is."""
+        try:
+            record, body = records.split(raw)
+            leaves = records.split_arrays(body, jax.tree.leaves(self._model.like))
+            if record.get("round") != number:
+                raise records.DamagedError(f"round {record.get('round')}")
+        except records.DamagedError as error:
+            raise ValueError(
+                f"A snapshot must be one that a worker wrote; got {error} in {records.snapshot_path(number)!r}. "
+                "Somebody else writes to the store: start a new run from a checkpoint."
+            ) from None
+        return _placed(leaves, self._global)
+
+    def _memo(self, unsent: Unsent, sending: Sending | None) -> bytes:
+        """Writes what is unsent, and a payload that waits for its round."""
+        record: dict[str, Any] = {"weight": unsent.weight, "rows": unsent.rows, "sending": None}
+        trees = [unsent.residual, unsent.change]
+        if sending is not None:
+            counted, late = sending.packing.counted, sending.packing.late
+            trees += [counted.residual, late.change]
+            at = {"digest": sending.digest, "weight": counted.weight, "rows": late.rows, "number": sending.number}
+            record["sending"] = at
+        return records.join(record, [_on_host(leaf) for leaf in jax.tree.leaves(trees)])
+
+    def _recall(self, raw: bytes) -> Waiting[None]:
+        """Reads what `_memo` wrote; waits for the round of a payload that was on its way."""
+        empty = self._unsent
+        try:
+            record, body = records.split(raw)
+            at = record["sending"]
+            trees = [empty.residual, empty.change] * (1 if at is None else 2)
+            placed = _placed(records.split_arrays(body, jax.tree.leaves(trees)), trees)
+            unsent = Unsent(placed[0], float(record["weight"]), placed[1], float(record["rows"]))
+            at = None if at is None else (int(at["number"]), str(at["digest"]), float(at["weight"]), float(at["rows"]))
+        except (records.DamagedError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"What a worker has left must be as it wrote it; got {error!r} in {records.worker_path(self.name)!r}. "
+                "Remove the object, or take another name."
+            ) from None
+        if at is not None:
+            number, digest, weight, rows = at
+            if (yield from self._log.outcome(number)).find(digest):
+                unsent = unsent._replace(residual=placed[2], weight=weight)
+            else:
+                unsent = self._model.joined(unsent, placed[3], rows)
+        self._unsent = unsent
+
+
+def _on_host(leaf: Any) -> np.ndarray:
+    """Returns an array, gathered from all processes of this worker if they hold parts of it."""
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable and not leaf.is_fully_replicated:
+        from jax.experimental.multihost_utils import process_allgather
+
+        return np.asarray(process_allgather(leaf, tiled=True))
+    return np.asarray(leaf)
+
+
+def _placed(leaves: Any, like: Any) -> Any:
+    """Puts arrays where those of a tree are."""
+    old, treedef = jax.tree.flatten(like)
+    return treedef.unflatten([jax.device_put(new, leaf.sharding) for new, leaf in zip(leaves, old, strict=True)])

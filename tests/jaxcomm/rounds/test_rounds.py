@@ -1,0 +1,296 @@
+"""Workers of `jaxcomm.rounds`: what they equal, what they refuse, and what they do about damage."""
+
+import functools
+import json
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from obstore.store import MemoryStore
+
+import jaxcomm as jc
+from jaxcomm.rounds import records
+from jaxcomm.rounds.records import DamagedError, Header, Manifest
+from tests.jaxcomm.rounds.simulation import EXCHANGE, Archive, SimClock, Site, first_params, manifests
+from tests.jaxcomm.rounds.test_laws import check, members
+from tests.jaxcomm.train_steps import linear
+from tests.refusals import refusals, refused
+
+SHAPES = {"w": (40, 60), "b": (9,)}
+METHODS = {
+    "plump_dp": jc.plump_dp(),
+    "topk": jc.topk(0.9, collective="gather"),
+    "topk in bins": jc.topk(1 - 64 / 1024, chunk=1024, value_dtype="2bit", decay=0.95, collective="gather"),
+    "sign": jc.sign(collective="gather"),
+    "pulse": jc.pulse(0.9, value_dtype="float32", collective="gather"),
+    "random_k": jc.random_k(0.9, value_dtype="float32"),
+    "demo": jc.demo(collective="gather"),
+}
+
+
+def normal(shapes, seed, *rows):
+    rng = np.random.default_rng(seed)
+    return {name: rng.normal(size=(*rows, *shape)).astype(np.float32) for name, shape in shapes.items()}
+
+
+def loss(params, batch):
+    return sum(jnp.sum(jnp.square(params[name] - batch[name])) for name in params) / len(batch["w"])
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_equal_workers_are_local_sgd_in_one_program(name):
+    """Without faults, with the same rows, to float rounding."""
+    exchange, local, outer, steps = METHODS[name], optax.adam(0.01), optax.sgd(0.7, momentum=0.9, nesterov=True), 3
+    step = jc.simulate(loss, jc.chain(local, jc.local_sgd(steps, exchange=exchange, outer=outer)), 2)
+    params = jax.tree.map(jnp.asarray, normal(SHAPES, 0))
+    state, data = step.init(params), [normal(SHAPES, 1 + number, 4) for number in range(4 * steps)]
+    for batch in data:
+        state, _ = step(state, batch)
+    expected = step.params(state)
+
+    clock, archive = SimClock(), Archive()
+    workers = {}
+
+    def main(k):
+        options = {"exchange": exchange, "outer": outer, "steps": steps, "overlap": 0, "worker": f"w{k}"}
+        workers[k] = jc.rounds(archive, (loss, local), params, clock=clock, **options)
+        yield from clock.taken()
+        for batch in data:
+            yield from workers[k].advance(jax.tree.map(lambda rows: rows[2 * k : 2 * k + 2], batch))
+
+    for k in range(2):
+        clock.start(main(k), f"w{k}")
+    clock.loop()
+    assert workers[0].round == workers[1].round == 4
+    for leaf in SHAPES:
+        np.testing.assert_array_equal(workers[0].params[leaf], workers[1].params[leaf])
+        np.testing.assert_allclose(workers[0].params[leaf], expected[leaf], rtol=2e-5, atol=2e-6)
+        assert np.abs(expected[leaf] - params[leaf]).max() > 0.01
+
+
+def run_two(archive, break_payload=None, names="abc", last=6, meddle=None, **options):
+    """Runs sites; `break_payload` changes what the last one puts."""
+    clock = SimClock()
+    sites = [Site(clock, archive, name, last=last, **options) for name in names]
+    if break_payload is not None:
+        sites[-1].store = Meddling(archive, break_payload)
+    for site in sites:
+        site.start()
+    clock.loop(until=(meddle and functools.partial(meddle, sites)) or (lambda: False))
+    clock.loop()
+    return sites
+
+
+class Meddling:
+    """A store that damages the payloads of rounds 2 and 3 on their way."""
+
+    def __init__(self, store, damage):
+        self.store, self.damage = store, damage
+
+    def put(self, path, raw, **kwargs):
+        if "/payload/" in path and int(path.split("/")[1]) in (2, 3):
+            raw = self.damage(raw)
+        self.store.put(path, raw, **kwargs)
+
+    def __getattr__(self, verb):
+        return getattr(self.store, verb)
+
+
+def rewritten(raw, words=lambda words: words, **header):
+    record, body = records.split(raw)
+    return records.join(record | header, [words(np.frombuffer(body, np.uint32).copy())])
+
+
+def set_floats(words, value):
+    words[-5:] = np.full(5, value, np.float32).view(np.uint32)  # the dense tensor
+    return words
+
+
+DAMAGE = {
+    "flipped bit": (lambda raw: raw[:-3] + bytes([raw[-3] ^ 4]) + raw[-2:], "damaged: a wrong digest"),
+    "short": (lambda raw: rewritten(raw, lambda words: words[:-1]), "damaged: .* bytes of words instead of"),
+    "long": (lambda raw: raw + bytes(200_000), "length: "),
+    "empty": (lambda raw: b"", "damaged: an object of another kind"),
+    "pickle": (lambda raw: b"\x80\x04K\x01.", "damaged: an object of another kind"),
+    "another's": (lambda raw: rewritten(raw, worker="a"), "damaged: the header of 'a'"),
+    "extra field": (lambda raw: rewritten(raw, more=1), "damaged: no header"),
+    "no rows": (lambda raw: rewritten(raw, rows=0), "damaged: a header with numbers out of range"),
+    "many rows": (lambda raw: rewritten(raw, rows=float("inf")), "damaged: a header with numbers out of range"),
+    "from the future": (lambda raw: rewritten(raw, base=9), "damaged: packed for round 9"),
+    "not finite": (lambda raw: rewritten(raw, lambda words: set_floats(words, np.nan)), "not finite"),
+    "infinite": (lambda raw: rewritten(raw, lambda words: set_floats(words, np.inf)), "not finite"),
+    "large": (lambda raw: rewritten(raw, lambda words: set_floats(words, 1e6)), "norm: 2.24e\\+06, and the median is"),
+    "another state": (lambda raw: rewritten(raw, state="0" * 32), "state: 0{32} instead of"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damaged_payloads_are_refused_and_named(kind):
+    """The others go on without; the refused worker keeps what it did, and counts again."""
+    damage, reason = DAMAGE[kind]
+    archive = Archive()
+    with pytest.warns(UserWarning, match=f"payload of 'c' in round [23] was refused by '[abc]': {reason}"):
+        sites = run_two(archive, damage)
+    assert members(archive) == ["abc", "abc", "ab", "ab", "abc", "abc"]
+    assert list(manifests(archive)[2].refused) == ["c"]
+    check(archive, *sites)
+
+
+def test_a_worker_whose_state_differs_starts_again_from_the_snapshot():
+    archive = Archive()
+
+    def meddle(sites):
+        """Flips bits of a worker's global state in round 4."""
+        worker = sites[2].worker
+        if worker is None or worker.round != 4:
+            return False
+        worker._global = worker._global._replace(params=jax.tree.map(lambda x: x * 1.01, worker._global.params))
+        return True
+
+    is_refused = pytest.warns(UserWarning, match="payload of 'c' in round .* was refused .*: state: ")
+    starts_again = pytest.warns(UserWarning, match="Worker 'c' has another global state .* from the newest snapshot")
+    with is_refused, starts_again:
+        sites = run_two(archive, last=10, meddle=meddle)
+    assert members(archive)[-2:] == ["abc"] * 2
+    assert sites[2].worker.digest() == sites[0].worker.digest()
+
+
+def test_two_writers_of_one_manifest():
+    """Both see a quorum at once, and write manifests that differ: one is written, and both follow it."""
+    archive, written = Archive(), []
+
+    class Tied:
+        def put(self, path, raw, **kwargs):
+            if path.startswith("manifests/"):
+                written.append((path, json.loads(raw)["writer"]))
+            archive.put(path, raw, **kwargs)
+
+        def __getattr__(self, verb):
+            return getattr(archive, verb)
+
+    clock = SimClock()
+    sites = [Site(clock, Tied(), name, last=6) for name in "ab"]
+    for site in sites:
+        site.start()
+    clock.loop()
+    writers = [[writer for path, writer in written if path == records.manifest_path(number)] for number in range(6)]
+    assert sum(len(names) > 1 for names in writers) >= 3  # tried to
+    assert [manifest.writer for manifest in manifests(archive)] == [names[0] for names in writers]
+    sites[0].store = sites[1].store = archive
+    check(archive, *sites)
+
+
+def test_snapshots_replace_old_objects():
+    archive = Archive()
+    sites = run_two(archive, names="ab", last=13)
+    paths = archive.paths()
+    numbers = sorted(int(path.split("/")[1]) for path in paths if path.startswith("snapshots"))
+    assert numbers == [9, 12]
+    assert {int(path.split("/")[1]) for path in paths if path.startswith("rounds")} == {9, 10, 11, 12}
+    assert len([path for path in paths if path.startswith("manifests")]) == 13
+    clock = SimClock()
+    late = Site(clock, archive, "late", last=13, seed=5)
+    late.start()
+    clock.loop()
+    assert late.worker.digest() == sites[0].worker.digest()
+
+
+def make(store, **options):
+    settings = {"exchange": EXCHANGE, "worker": "a", "quorum": 1, "timeout": 5.0} | options
+    return jc.rounds(store, (linear, optax.sgd(0.1)), first_params(), **settings)
+
+
+@refusals(
+    (lambda: make(MemoryStore(), exchange=jc.powersgd(2)), "exchange", "powersgd"),
+    (lambda: make(MemoryStore(), exchange=jc.topk(0.9, collective="balanced")), "exchange", "balanced"),
+    (lambda: make(MemoryStore(), exchange=jc.sparse_loco(30)), "exchange", "local_sgd"),
+    (lambda: make(MemoryStore(), exchange=optax.sgd(0.1)), "exchange"),
+    (lambda: make(MemoryStore(), exchange=jc.topk), "exchange", "topk"),
+    (lambda: make(MemoryStore(), outer=0.7), "outer", "float"),
+    (lambda: make(MemoryStore(), steps=0), "steps", "0"),
+    (lambda: make(MemoryStore(), quorum=0), "quorum", "0"),
+    (lambda: make(MemoryStore(), overlap=30), "overlap", "30"),
+    (lambda: make(MemoryStore(), grace=-1.0), "grace", "-1.0"),
+    (lambda: make(MemoryStore(), every=0), "every", "0"),
+    (lambda: make(MemoryStore(), total=0), "total", "0"),
+    (lambda: make(MemoryStore(), limit=0.0), "limit", "0.0"),
+    (lambda: make(MemoryStore(), timeout=0.0), "timeout", "0.0"),
+    (lambda: make(MemoryStore(), worker="../a"), "worker", "'../a'"),
+    (lambda: make(MemoryStore(), worker=""), "worker", "''"),
+    (lambda: make("memory:///"), "store", "memory:///"),
+    (lambda: make(7), "store", "7"),
+    (lambda: jc.rounds(MemoryStore(), 3, first_params(), exchange=EXCHANGE), "step", "3"),
+    (lambda: jc.rounds(MemoryStore(), (linear, 3), first_params(), exchange=EXCHANGE), "optimizer", "int"),
+    (lambda: jc.rounds(MemoryStore(), linear, {"n": jnp.arange(3)}, exchange=EXCHANGE), "params['n']", "int32"),
+)
+def test_refused_arguments(call, said):
+    refused(call, *said)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("steps", {"steps": 7}),
+        ("exchange", {"exchange": jc.topk(0.8)}),
+        ("outer", {"outer": optax.sgd(0.1)}),
+        ("quorum", {"quorum": 2}),
+        ("grace", {"grace": 3.0}),
+        ("every", {"every": 3}),
+        ("total", {"total": 3}),
+        ("limit", {"limit": 3.0}),
+    ],
+)
+def test_settings_that_differ_from_those_in_the_store(name, change):
+    store = MemoryStore()
+    make(store)
+    refused(lambda: make(store, worker="b", **change), name, "run in the store")
+
+
+def test_another_collective_is_no_other_setting():
+    store = MemoryStore()
+    make(store)
+    make(store, exchange=jc.topk(0.9, value_dtype="float32", collective="gather", axis_name="workers"))
+
+
+def test_folder_and_threads(tmp_path):
+    """In real time: two workers of one process, each with threads of its own."""
+    rng = np.random.default_rng(0)
+
+    def loss_fn(params, rows):
+        return jnp.mean(jnp.square(rows @ params["w"])) + jnp.sum(jnp.square(params["b"]))
+
+    workers = [
+        jc.rounds(
+            str(tmp_path / "run"), (loss_fn, optax.sgd(0.05)), first_params(), exchange=EXCHANGE, steps=4, worker=name,
+            overlap=2, total=3, grace=5.0,
+        )
+        for name in "ab"
+    ]  # fmt: skip
+    while not all(worker.done for worker in workers):
+        for worker in workers:
+            if not worker.done:
+                worker(rng.normal(size=(4, 33)).astype(np.float32))
+    for worker in workers:
+        worker.leave()
+    assert workers[0].digest() == workers[1].digest()
+    assert [worker.counted for worker in workers] == [3, 3]
+    assert (tmp_path / "run" / "workers" / "a").exists()
+    refused(lambda: workers[0](np.ones((4, 33))), "worker", "'a'")
+
+
+def test_records():
+    header = Header("a", 3, "0" * 32, 5, 2, 0.5)
+    raw = records.write_payload(header, np.arange(4, dtype=np.uint32))
+    assert records.read_payload(raw, "a", 4)[0] == header
+    manifest = Manifest(3, "0" * 32, (records.Member(header, "f" * 64, 1.0),), {"b": "late"}, "a")
+    assert Manifest.of(manifest.to_bytes()) == manifest
+    for damaged in (b"", b"{}", b"[1]", b'{"members": 1}', manifest.to_bytes()[:-1], b"\x80\x04K\x01."):
+        with pytest.raises(DamagedError):
+            Manifest.of(damaged)
+    with warnings.catch_warnings():
+        assert not records.is_name("a/b")
+        assert not records.is_name("a.b")
+        assert not records.is_name("a\n")
