@@ -139,7 +139,8 @@ def _parse(sequence: str) -> list[_Thunk]:
     for line in sequence.replace("No thunks.", "\n").splitlines():
         section, match = _SECTION.match(line), _THUNK.match(line)
         if section:
-            while ancestors and (
+            # A loop's condition follows the loop's line at once, and XLA does not indent it.
+            while section["name"] != "condition" and (
                 ancestors[-1].indent > len(section["indent"]) or ancestors[-1].kind not in (_LOOP, _CONDITIONAL)
             ):
                 ancestors.pop()

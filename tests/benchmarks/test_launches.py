@@ -50,6 +50,20 @@ condition:
         008: kCustomKernel [source       | sink        ] input_scatter_fusion grid: [1, 1, 1] threads: [8, 1, 1]
 009: kAllGather     [prev=000 (1) | sink        ] kAllGather
 """
+# A loop in a loop, as XLA indents it.
+NESTED = """\
+004: kWhile         [prev=000 (1) | next=000 (1)]
+condition:
+    007: kCustomKernel [source | sink] loop_compare_fusion grid: [1, 1, 1] threads: [1, 1, 1]  shared_memory: 0 bytes
+  body:
+    010: kWhile         [prev=000 (1) | next=000 (1)]
+condition:
+        011: kCustomKernel [source | sink] loop_compare_fusion grid: [1, 1, 1] threads: [1, 1, 1]
+      body:
+        012: kCustomKernel [source       | sink        ] loop_add_fusion grid: [1, 1, 1] threads: [8, 1, 1]
+    013: kCopy         [source       | sink        ] kCopy
+014: kCopy         [source       | sink        ] kCopy
+"""
 NAMES = """
 thunk_metadata {
   thunk_info {
@@ -100,6 +114,12 @@ def test_graphs():
     """The host does not wait for a conditional in a graph. The loop launches its graph seven times."""
     expected = Launches(total=1 + 0 + 1 + 7 + 1, in_graphs=2 + 7, graphs=1 + 7, atomics=1 + 7)
     assert read_launches(TEXT, GRAPHS, NAMES, PTX) == expected
+
+
+def test_a_loop_in_a_loop():
+    """The host waits in each of the seven turns of the outer loop; the inner has one turn after its condition."""
+    expected = Launches(total=7 * (1 + 1 + 1) + 1, host_waits=7)
+    assert read_launches(TEXT, NESTED, NAMES, PTX) == expected
 
 
 @pytest.mark.parametrize("name", ["atom.relaxed.sys.global.cas.b32", "atom.global.cas.b32"])
