@@ -10,11 +10,18 @@ sizes_moved is what a usual step of the compiled program reads from memory and w
 `benchmarks.memory_traffic`), and sizes_held the most that it holds: gradient, state, result and temporaries. Both are
 in sizes of the gradient (4 bytes a parameter).
 
+    python -m benchmarks.exchange --device gpu --json exchange.json
+
+times them on this machine's GPUs instead, in one process, one worker each, over the links that they have; times,
+bytes_compiled and memory are as above. On several machines, start it on each with JAXCOMM_COORDINATOR (HOST:PORT of the
+first), JAXCOMM_PROCESS_ID and JAXCOMM_NUM_PROCESSES set, or under Slurm.
+
 With --rounds, the hosts are started anew that many times. A row then has the median of the rounds' medians, the least
 and the most of all steps, and the median, least and most of times_faster, which compares with the dense exchange of the
 same round.
 """
 
+import dataclasses
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping
@@ -81,6 +88,8 @@ class Config(Options):
     """Shapes of the gradient: "resnet50" (161 tensors, 25.6M parameters), "alexnet", "vgg16", "googlenet", "dlrm",
     "transformer", or a number for one vector."""
     hosts: int = 4  # Hosts, one worker each.
+    device: str = ""
+    """Kind of this machine's devices (gpu, tpu, cpu) to run on, in place of a lab's hosts: one worker each; no rate."""
     rate: str = "100mbit,1gbit"  # Link rates, separated by commas: "100mbit", "1gbit", or "none" for no limit.
     method: str = "plump_dp,topk,dct_dp,naive"
     """Methods, separated by commas, or "all": a transformation's name, or one followed by a setting (quant_dp_4: 4
@@ -96,10 +105,30 @@ def main(config: Config) -> None:
     selected_methods(config.method, config.sparsity)
     size, rates = count(shapes_of(config.shapes)), harness.check_run(config.rate, config.steps)
     harness.check_least(config, 1, "rounds")
+    if config.device:
+        return _on_devices(config)
     env = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} if config.huge_pages else {}
     rounds = [harness.on_hosts(config.hosts, rates[0], env=env) for _ in range(config.rounds)]
     title = f"Exchange of {size:,} parameters, sparsity {config.sparsity}, {config.hosts} hosts"
     harness.report(config.json, (title, summary(rounds)))
+
+
+def _on_devices(config: Config) -> None:
+    """Runs all methods on the devices of this process, and of others that it joins."""
+    jax.config.update("jax_platforms", config.device)
+    control = Control()
+    try:
+        device, workers = jax.devices()[0].device_kind, jax.device_count()
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"--device must be a kind that JAX finds here; got {config.device!r}: {reason}") from error
+    config = dataclasses.replace(config, hosts=workers, rate="none")
+    rounds = [list(run_host(config, control)) for _ in range(config.rounds)]
+    if control.host == 0:
+        about = {"device": device, "processes": control.hosts, "jax": jax.__version__}
+        rows = [row | about for row in summary(rounds)]
+        title = f"Exchange of {count(shapes_of(config.shapes)):,} parameters, {workers} x {device}"
+        harness.report(config.json, (title, rows))
 
 
 def summary(rounds: list[list[Row]]) -> list[Row]:
@@ -116,13 +145,15 @@ def summary(rounds: list[list[Row]]) -> list[Row]:
 
 
 def run_host(config: Config, control: Control) -> Iterator[Row]:
-    """Runs one host's part: every method at every rate; yields a row for each."""
-    mesh, shapes = jc.make_mesh(data=config.hosts), shapes_of(config.shapes)
+    """Runs one process's part: every method at every rate; yields a row for each."""
+    mesh, shapes, workers = jc.make_mesh(data=config.hosts), shapes_of(config.shapes), jax.local_device_count()
 
     def normal(seed: Any, *shape: int) -> np.ndarray:
         return np.random.default_rng(seed).standard_normal(shape, np.float32)
 
-    gradients = harness.place(mesh, [normal((control.host, index), 1, *shape) for index, shape in enumerate(shapes)])
+    gradients = harness.place(
+        mesh, [normal((control.host, index), workers, *shape) for index, shape in enumerate(shapes)]
+    )
     weights = harness.place(mesh, [normal(index, *shape) for index, shape in enumerate(shapes)], P())
     for method in selected_methods(config.method, config.sparsity):
         yield from _time_method(method, config, mesh, gradients, weights, control)
@@ -195,7 +226,7 @@ def _time_method(
             "hosts": config.hosts,
             "rate": rate,
             **harness.spread(times),
-            "bytes_kernel": statistics.fmean(counts),
+            "bytes_kernel": None if None in counts else statistics.fmean(counts),
             "bytes_predicted": jc.wire_report(tx, like, config.hosts).received,
             "bytes_compiled": float(read_program(text).received),
             "compile_s": compile_s,

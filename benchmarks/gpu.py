@@ -154,7 +154,7 @@ def planned(config: Config) -> Iterator[tuple[Row, Callable[[], Row]]]:
     """
     mesh = described(config.gpu, config.topology)
     inside = mesh.shape.get("inside", 1)
-    key = {"gpu": config.gpu, "topology": config.topology, "jax": jax.__version__}
+    key = {"gpu": config.gpu, "topology": config.topology, "jax": jax.__version__, "flags": _flags()}
     if config.layouts:
         named = layouts(mesh.size, inside if inside > 1 else 2)
         if inside > 1:
@@ -171,6 +171,11 @@ def planned(config: Config) -> Iterator[tuple[Row, Callable[[], Row]]]:
         method = f"hierarchical({name})" if inside > 1 else name
         about = {"program": config.shapes, "method": method, "sparsity": config.sparsity}
         yield key | about, partial(_of_method, tx, shapes, mesh)
+
+
+def _flags() -> str:
+    """Returns what XLA_FLAGS tell the compiler for GPUs."""
+    return " ".join(flag for flag in os.environ.get("XLA_FLAGS", "").split() if flag.startswith("--xla_gpu"))
 
 
 def _is_possible(tx: optax.GradientTransformation, shapes: list[tuple[int, ...]], in_groups: bool) -> bool:

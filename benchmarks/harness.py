@@ -257,30 +257,33 @@ def compare(
 
 
 class Control:
-    """A host's control: asks the lab for a rate, waits for the other hosts, and times what all do together."""
+    """A process's control: asks the lab for a rate, waits for the other processes, and times what all do together.
+
+    Outside of a lab, links have the rates that they have, and nobody counts bytes.
+    """
 
     def __init__(self) -> None:
         """Connects this process with the others; must come before JAX's first use of a device."""
         prepare_jax()
         processes = connect(None, None, None)
         self.host, self.hosts = processes.index, processes.count
-        self.folder, self.requests = Path(os.environ[_FOLDER]), 0
+        self.folder, self.requests = os.environ.get(_FOLDER), 0
 
-    def timed(self, function: Callable[[], Any]) -> tuple[float, int, Any]:
-        """Returns the milliseconds of a call on the slowest host, the bytes received here, and the result.
+    def timed(self, function: Callable[[], Any]) -> tuple[float, int | None, Any]:
+        """Returns the milliseconds of a call on the slowest host, the bytes received here (None outside), the result.
 
         After its last collective a step still computes, and hosts that share cores do not end it together.
         """
         self.barrier()
-        interface = os.environ["NETLAB_INTERFACE"]
-        before, begin = received_bytes(interface), time.perf_counter()
+        interface = os.environ.get("NETLAB_INTERFACE") if self.folder else None
+        before, begin = received_bytes(interface) if interface else 0, time.perf_counter()
         result = jax.block_until_ready(function())
-        ms, count = (time.perf_counter() - begin) * 1e3, received_bytes(interface) - before
+        ms, count = (time.perf_counter() - begin) * 1e3, received_bytes(interface) - before if interface else None
         return float(multihost_utils.process_allgather(np.float32(ms)).max()), count, result
 
     def measure(
         self, step: Callable[[Any], Any], state: Any, times: int, prepare: Callable[[Any], Any] = lambda state: state
-    ) -> tuple[list[float], list[int], Any]:
+    ) -> tuple[list[float], list[Any], Any]:
         """Times (state) -> state several times in a row: milliseconds, bytes received here, and the last state.
 
         `prepare`, also (state) -> state, comes before every call, and is not timed.
@@ -298,10 +301,12 @@ class Control:
         multihost_utils.sync_global_devices("benchmark")
 
     def set_rate(self, rate: str) -> None:
-        """Changes the rate of all links."""
+        """Changes the rate of all links of a lab."""
+        if self.folder is None:
+            return
         self.requests += 1
         self.barrier()
-        request = self.folder / f"{self.requests}.want"
+        request = Path(self.folder) / f"{self.requests}.want"
         if self.host == 0:
             draft = request.with_suffix(".draft")
             draft.write_text(rate)

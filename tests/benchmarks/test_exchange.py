@@ -1,6 +1,7 @@
 """The exchange benchmark on two hosts."""
 
 import json
+import os
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +38,21 @@ def test_two_hosts(tmp_path):
         assert dense["bytes_kernel"] == pytest.approx(dense["bytes_compiled"], rel=0.1)
     else:
         assert dense["bytes_kernel"] is None
+
+
+@pytest.mark.slow
+def test_devices_of_one_process(tmp_path):
+    """As on two GPUs, on two simulated devices."""
+    path, env = tmp_path / "table.json", {**os.environ, "JAX_NUM_CPU_DEVICES": "2", "PJRT_NPROC": "16"}
+    options = ("--method", "plump_dp,topk", "--steps", "2", "--rounds", "2", "--json", str(path))
+    run("exchange", "--device", "cpu", "--shapes", "2e5", *options, env=env)
+    dense, topk = json.loads(path.read_text())
+    assert dense["bytes_compiled"] == pytest.approx(2 * 1 / 2 * 4 * 200_000, abs=64)
+    assert dense["times_fewer_bytes"] == 1 < 50 < topk["times_fewer_bytes"]
+    for row in (dense, topk):
+        assert (row["hosts"], row["processes"], row["device"], row["bytes_kernel"]) == (2, 1, "cpu", None)
+        assert 0 < row["ms_min"] <= row["ms_median"] <= row["ms_max"]
+        assert 0 < row["times_faster_min"] <= row["times_faster"] <= row["times_faster_max"]
 
 
 def test_timed_steps_are_usual():

@@ -16,6 +16,7 @@ REFUSED = [
     ("exchange", "--steps 0", "--steps", "got 0"),
     ("exchange", "--rounds 0", "--rounds", "got 0"),
     ("exchange", "--sparsity 1.0", "sparsity", "got 1.0"),
+    ("exchange", "--device abacus", "--device", "got 'abacus'"),
     ("tpu", "--method topk,adam", "--method", "plump_dp", "got adam"),
     ("tpu", "--slices 0", "--slices", "got 0"),
     ("gpu", "--gpu v100", "--gpu", "h100, a100; got v100"),
