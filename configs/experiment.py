@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import tyro
 
-from configs.methods import DctDp, Method
+from configs.methods import DctDp, LocalSgd, Method, SparseLoco
 
 
 @dataclass(frozen=True)
@@ -120,6 +120,14 @@ class Experiment:
     compress: str = ""
     """Parameters whose gradients the method exchanges, by a regular expression of their paths; others are exchanged
     densely. Empty for all."""
+    rounds: str | None = None
+    """Object store (s3://, gs://, az://) or shared folder. This process is then one worker of a run whose workers are
+    separate programs and exchange in rounds, by local-sgd or sparse-loco. Each reads 1/--workers of the global batch in
+    an order of its own, and keeps running statistics to itself."""
+    worker: str | None = None
+    """With --rounds: the name of this worker; a worker that comes back under its name goes on with what it left."""
+    quorum: int = 2
+    """With --rounds: workers without which no round ends."""
     beam: int = 5
     """Hypotheses of the beam search for BLEU, at the end of a translation run."""
     seed: int = 0
@@ -233,6 +241,7 @@ def check(experiment: Experiment, num_processes: int) -> None:
             f"{experiment.warmup_steps}. Drop later, or warm up for fewer steps."
         )
     _check_layout(experiment)
+    _check_rounds(experiment, num_processes)
     try:
         re.compile(experiment.compress)
     except re.error as error:
@@ -306,6 +315,35 @@ def _check_layout(experiment: Experiment) -> None:
             "--micro-batches, --cuts, --pipeline-schedule and --boundary must go with a pipeline; got "
             f"{_shown(layout)} with --stages 1. Give --stages as well."
         )
+
+
+def _check_rounds(experiment: Experiment, num_processes: int) -> None:
+    if experiment.rounds is None:
+        if experiment.worker is not None:
+            raise ValueError(f"--worker must go with --rounds; got {experiment.worker!r} alone. Give --rounds URL too.")
+        return
+    others = {name: value for name, value in experiment.layout.items() if name != "fsdp"}
+    for name in ("plan", "advise", "resume", "restarts", "min_workers", "tensorboard"):
+        if value := getattr(experiment, name):
+            others[name] = value
+    if others or num_processes > 1:
+        raise ValueError(
+            "--rounds must go with one process a worker, that holds the whole model or shards it by --fsdp, and starts "
+            f"again by itself; got {_shown(others) or f'{num_processes} processes'}. Leave the others out."
+        )
+    if isinstance(experiment.method, LocalSgd | SparseLoco):
+        method = experiment.method
+        if method.fragments > 1 or method.mix or experiment.steps % method.steps:
+            raise ValueError(
+                "--rounds must exchange whole models after every --method.steps, which divide --steps; got "
+                f"--method.fragments {method.fragments} --method.mix {method.mix:g} --method.steps {method.steps} with "
+                f"--steps {experiment.steps}. Leave --method.fragments and --method.mix out."
+            )
+        return
+    raise ValueError(
+        f"--rounds must have local steps; got method:{experiment.method.name}. Give method:sparse-loco, or "
+        "method:local-sgd."
+    )
 
 
 def _check_min_workers(experiment: Experiment) -> None:

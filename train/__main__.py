@@ -51,8 +51,10 @@ def main(argv: Sequence[str]) -> int:
             pause = None if is_addressed(experiment.coordinator) else LONG_PAUSE
             return supervise(argv, experiment.restarts, pause=pause)
         experiment, processes = come_together(experiment)
-        devices = experiment.devices // processes.count
+        devices = (experiment.devices if experiment.rounds is None else experiment.fsdp) // processes.count
         prepare_jax(None if processes.has_devices else devices)
+        if experiment.rounds is not None:
+            return run_in_rounds(experiment, processes)
         if processes.count == 1:
             return run(experiment, processes, begin=begin)
         return run_together(experiment, processes, begin)
@@ -126,6 +128,24 @@ def parse(argv: Sequence[str]) -> Experiment:
         prog=f"python -m train {name}",
         description=f"Experiments: {', '.join(CONFIGS)}. The defaults below are those of {name!r}.",
     )
+
+
+def run_in_rounds(experiment: Experiment, processes: Processes) -> int:
+    """Is one worker of a run whose workers are separate programs; see `train.rounds`."""
+    from train.folders import run_folder
+    from train.progress import Bar
+    from train.rounds import train
+    from train.tables import check_file, display_name
+
+    check_file("--json", experiment.json)
+    name = experiment.method.name
+    with (
+        run_folder(experiment.out, experiment.name, resume=False, runs=[name]) as out,
+        Bar(display_name(name), experiment.steps, shows=True) as bar,
+    ):
+        ending = train(dataclasses.replace(experiment, out=out), processes, bar)
+    print(ending)
+    return 0
 
 
 def run_together(experiment: Experiment, processes: Processes, begin: float) -> int:

@@ -142,7 +142,7 @@ def train(
             model, rows, translations = job.model(state), [], []
             for number, batch in enumerate(tests):
                 doing(f"{name}: test batch {number} after step {step}")
-                placed = _to_mesh(batch, job)
+                placed = to_mesh(batch, job)
                 rows.append(job.evaluate(model, placed))
                 if at_end and job.translate is not None:
                     translations.append(job.translate(model, placed["source"]))
@@ -170,10 +170,10 @@ def train(
 
     last = experiment.steps if experiment.stop_after is None else min(experiment.stop_after, experiment.steps)
     step, pending, is_due, watch = first_step, None, False, Watch(method)
-    with _stopping(processes) as stopping, checkpoints:
+    with stopping(processes) as stop_event, checkpoints:
         while step < last:
             doing(f"{name}: reading rows of step {step + 1}", step + 1, None if pending is None else pending[1])
-            batch = _to_mesh(next(batches), job)
+            batch = to_mesh(next(batches), job)
             doing(f"{name}: step {step + 1}")
             if step == first_step:
                 progress.say(f"{label}: {job.verify(state, batch)}")
@@ -197,7 +197,7 @@ def train(
             if is_due and not log.streak:  # or states that skip every step would displace the last good one
                 save(state)
                 is_due = False
-            if stopping.is_set() if processes.count == 1 else checkpoints.preempted(step):
+            if stop_event.is_set() if processes.count == 1 else checkpoints.preempted(step):
                 break
         if pending is not None:
             record(*pending)
@@ -353,13 +353,13 @@ def describe(experiment: Experiment, method: Method) -> dict[str, Any]:
     return json.loads(json.dumps(about))  # tuples are lists when they come back
 
 
-def _to_mesh(batch: dict[str, np.ndarray], job: Job) -> dict[str, jax.Array]:
+def to_mesh(batch: dict[str, np.ndarray], job: Job) -> dict[str, jax.Array]:
     """Places this process's rows of a global batch on its devices."""
     return {name: jax.make_array_from_process_local_data(job.by_rows, rows) for name, rows in batch.items()}
 
 
 @contextmanager
-def _stopping(processes: Processes) -> Iterator[threading.Event]:
+def stopping(processes: Processes) -> Iterator[threading.Event]:
     """Turns SIGTERM, SIGHUP and the first Ctrl-C into an event, while the block runs.
 
     With several processes, they become SIGTERM, whose handler is JAX's: it has them agree on a step at which to stop.

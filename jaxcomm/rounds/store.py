@@ -50,11 +50,15 @@ class Objects:
     """The objects of a run. What fails is tried again, and named.
 
     Every request begins and ends with a moment (a `yield`) in which other work may run.
+
+    Attributes:
+      traffic: bytes of objects "sent" and "received", and "requests", those that failed too.
     """
 
     def __init__(self, store: Any, clock: Clock, timeout: float):
         """Takes a store of obstore's, and the seconds after which a request that fails is given up."""
         self.store, self.clock, self.timeout = store, clock, timeout
+        self.traffic = {"sent": 0, "received": 0, "requests": 0}
         errors = _obstore("exceptions")
         self._exists: tuple[type[Exception], ...] = (
             errors.AlreadyExistsError,
@@ -79,6 +83,7 @@ class Objects:
         """
 
         def put() -> bool:
+            self.traffic["sent"] += len(raw)
             try:
                 self.store.put(path, raw, mode="create")
             except self._exists:
@@ -92,9 +97,11 @@ class Objects:
 
         def get() -> bytes | None:
             try:
-                return bytes(self.store.get(path).bytes())
+                raw = bytes(self.store.get(path).bytes())
             except self._missing:
                 return None
+            self.traffic["received"] += len(raw)
+            return raw
 
         return (yield from self._tried("read", path, get))
 
@@ -121,6 +128,7 @@ class Objects:
         began, delay, draw = self.clock.now(), FIRST_DELAY, random.Random(path)
         while True:
             yield 0.0
+            self.traffic["requests"] += 1
             try:
                 result = request()
             except self._final as error:

@@ -17,7 +17,8 @@ from jaxcomm.rounds.model import Global, Model, Packing, Unsent, number_of
 from jaxcomm.types import Params
 
 POLL = 0.005  # seconds between two looks at a task that a step waits for
-SLACK = 1.2  # of a round's usual time: a slow worker sends what it has before its next step would end later
+SLACK = 1.2  # of a round's usual time: a worker is slow if its steps would take longer
+FIRST = 3  # steps after which a worker knows how long they take
 # (params, local state, batch) -> (params, local state, metrics)
 LocalStep = Callable[[Params, Any, Any], tuple[Params, Any, Mapping[str, Any]]]
 
@@ -111,6 +112,16 @@ class Worker:
         return self._log.total is not None and self.round >= self._log.total
 
     @property
+    def local(self) -> Any:
+        """The local state of this worker: the optimizer's, or what `step` returned last."""
+        return self._local
+
+    @property
+    def traffic(self) -> dict[str, int]:
+        """Bytes of objects "sent" and "received" so far, and the number of "requests" to the store."""
+        return dict(self._log.objects.traffic)
+
+    @property
     def params(self) -> Params:
         """The global model before this round, in the types of the parameters; equal on all workers in the round."""
         return jax.tree.map(lambda g, p: g.astype(p.dtype), self._global.params, self._own)
@@ -192,16 +203,19 @@ class Worker:
     # Parts of them.
 
     def _is_over(self) -> bool:
-        """Returns whether the round's local steps are done, or the next one would end long after the others'."""
-        if self._steps >= self._log.steps:
-            return True
-        if self._log.previous is None:
-            return False
-        usual = self._log.previous.usual_seconds(self._log.steps)
-        return sum(self._paces[-self._steps :]) + self._pace() > SLACK * usual
+        """Returns whether the round's local steps are done: all, or as many as a slow worker can in the usual time.
+
+        That is told by the median of its steps, so that neither compiling nor a step that was held up counts.
+        """
+        steps, previous = self._log.steps, self._log.previous
+        if previous is not None and len(self._paces) >= min(FIRST, steps):
+            usual, full = previous.usual_seconds(steps), self._pace() * steps
+            if full > SLACK * usual:
+                steps = max(1, int(steps * usual / full))
+        return self._steps >= steps
 
     def _pace(self) -> float:
-        """Returns the seconds of a local step, the median of a round's: compiling does not count."""
+        """Returns the seconds of a local step, the median of a round's."""
         return float(np.median(self._paces))
 
     def _send(self) -> Waiting[None]:
