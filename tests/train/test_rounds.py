@@ -1,0 +1,81 @@
+"""The trainer as one worker of rounds."""
+
+import json
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import train.__main__
+from configs.experiment import check
+from train.__main__ import main, parse
+from train.rounds import _at_step
+
+OPTIONS = ["--steps", "6", "--warmup-steps", "1", "--global-batch", "24", "--workers", "3", "--quorum", "1"]
+METHOD = ["method:sparse-loco", "--method.steps", "3", "--method.overlap", "1"]
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """Keeps JAX's devices: it has started with those of the tests."""
+    monkeypatch.setattr(train.__main__, "prepare_jax", lambda devices: None)
+    for name in ("JAXCOMM_COORDINATOR", "JAXCOMM_PROCESS_ID", "JAXCOMM_NUM_PROCESSES"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def start(tmp_path, name, *more):
+    options = [*OPTIONS, "--rounds", str(tmp_path / "store"), "--worker", name, "--out", str(tmp_path / "out"), *more]
+    return main(["digits", *options, "--json", str(tmp_path / f"{name}.json"), *METHOD])
+
+
+def test_a_worker_leaves_and_another_ends_the_run(tmp_path, started, capsys):
+    assert start(tmp_path, "a", "--stop-after", "4") == 0
+    assert "a began at the start, took 4 local steps" in (said := capsys.readouterr().out)
+    assert "go on with --worker a" in said
+    assert (tmp_path / "store" / "workers" / "a").exists()
+    assert start(tmp_path, "b") == 0
+    assert "worker b joins in round 1" in (said := capsys.readouterr().out)
+    assert "all rounds are over" in said
+    records = [json.loads((tmp_path / f"{name}.json").read_text())[0] for name in "ab"]
+    assert [record["rounds"] for record in records] == [1, 2]
+    assert [record["counted"] for record in records] == [1, 1]
+    assert 0 <= records[1]["accuracy"] <= 1
+    lines = (tmp_path / "out" / "digits" / "sparse_loco" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
+    manifest = json.loads((tmp_path / "store" / "manifests" / "00000001").read_text())
+    assert [(member["header"]["worker"], member["header"]["rows"]) for member in manifest["members"]] == [("b", 24)]
+
+
+def test_the_learning_rate_is_that_of_the_round():
+    """A joiner's schedule comes to the run's step; Adam's own count does not."""
+    tx = optax.chain(optax.scale_by_adam(), optax.scale_by_learning_rate(optax.linear_schedule(1.0, 0.0, 10)))
+    state = _at_step(tx.init({"w": np.zeros(3)}), 5)
+    assert [int(leaf) for leaf in jax.tree.leaves(state) if np.ndim(leaf) == 0] == [0, 5]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--stages", "2"], "--stages 2"),
+        (["--slices", "2"], "--slices 2"),
+        (["--model-parallel", "2"], "--model-parallel 2"),
+        (["--delay", "1"], "--delay 1"),
+        (["--resume"], "--resume True"),
+        (["--restarts", "1"], "--restarts 1"),
+        (["--steps", "7"], "--steps 7"),
+    ],
+)
+def test_options_that_do_not_go_with_rounds(options, said):
+    experiment = parse(["digits", "--rounds", "store", *OPTIONS, *options, *METHOD])
+    with pytest.raises(ValueError, match=f"--rounds must .*{said}"):
+        check(experiment, 1)
+
+
+def test_methods_without_local_steps():
+    with pytest.raises(ValueError, match="--rounds must have local steps; got method:topk"):
+        check(parse(["digits", "--rounds", "store", "method:topk"]), 1)
+    with pytest.raises(ValueError, match="--worker must go with --rounds; got 'a'"):
+        check(parse(["digits", "--worker", "a"]), 1)
+    with pytest.raises(ValueError, match=r"--rounds must .*2 processes"):
+        check(parse(["digits", "--rounds", "store", *OPTIONS, *METHOD]), 2)
