@@ -25,7 +25,7 @@ from jaxcomm.collectives.reduced import Sent, SparseReduced, read_status, write_
 from jaxcomm.kernels import bits
 from jaxcomm.kernels.numerics import is_finite
 from jaxcomm.kernels.scopes import DECODE, ENCODE
-from jaxcomm.kernels.vectors import Stored
+from jaxcomm.kernels.vectors import Stored, add_at
 from jaxcomm.layout import BLOCK, Layout
 from jaxcomm.selectors import Selection, compact, compact_rows, select_topk
 from jaxcomm.types import Payload
@@ -140,7 +140,7 @@ class Regions:
 
             def add(total: jax.Array, one: Payload) -> tuple[jax.Array, None]:
                 position, summands = self._decode(one)
-                return total.at[position].add(summands, mode="promise_in_bounds"), None
+                return add_at(total, position, summands), None
 
             with jax.named_scope(DECODE):
                 total, _ = lax.scan(add, zeros_varying_as((size,), jnp.float32, messages), payloads)
@@ -154,7 +154,7 @@ class Regions:
             rounded = self.values.read(result["values"], self.region)
             error = jnp.where(filled & (has_room | (rounded != 0)), total[position] - rounded, 0.0)  # (R,)
             # What this worker keeps of its own and of the sums' rounding must be finite, or it could never be sent.
-            remainder = by_region[me].at[slots.position[me]].add(-values[me], mode="promise_in_bounds")
+            remainder = add_at(by_region[me], slots.position[me], -values[me])
             sound = sound & largest.ok & is_finite(remainder[position] + error)
             overflow = counts[1] | (has_room.astype(jnp.uint32) << _HAS_ROOM)
             result["header"] = jnp.stack([write_status(sound, overfull), counts[0], overflow])
@@ -166,7 +166,7 @@ class Regions:
         with jax.named_scope(DECODE):
             position, sums = jax.vmap(self._decode)(results)  # (K, R) each
             total = jnp.zeros(k * size, jnp.float32)
-            total = total.at[(position + first).reshape(-1)].add(sums.reshape(-1), mode="promise_in_bounds")
+            total = add_at(total, (position + first).reshape(-1), sums.reshape(-1))
         headers = results["header"]  # (K, 3)
         finite, overfull = read_status(headers[:, 0])
         has_room, counts = headers[:, 2:] >> _HAS_ROOM != 0, headers[:, 1:] & ((1 << _HAS_ROOM) - 1)

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxcomm.kernels.vectors import add_at
+
 # One word by which a worker tells the others whether its step is ok. Only words that are written here are read as ok:
 # with any other, such as a damaged word, all workers skip the exchange. 0: the worker's step is not ok.
 _SOUND, _OVERFULL = np.uint32(1), np.uint32(2)
@@ -78,7 +80,7 @@ class SparseReduced(NamedTuple):
 
 def _changed(row: jax.Array, position: jax.Array, values: jax.Array, ok: jax.Array, factor: float) -> jax.Array:
     change = jnp.where(ok, np.float32(factor) * values, 0.0)
-    return row.at[0, position].add(change, mode="promise_in_bounds")
+    return add_at(row, position, change)
 
 
 def write_status(sound: jax.Array, overfull: jax.Array | bool = False) -> jax.Array:

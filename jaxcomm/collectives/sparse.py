@@ -16,7 +16,9 @@ from jaxcomm.collectives.checksum import agreed, gather_checked
 from jaxcomm.collectives.messages import fuse, split_words
 from jaxcomm.collectives.reduced import Sent, SparseReduced, read_status, write_status
 from jaxcomm.kernels.numerics import is_accumulable, not_accumulable
+from jaxcomm.kernels.platforms import by_platform
 from jaxcomm.kernels.scopes import DECODE, ENCODE
+from jaxcomm.kernels.vectors import add_at, computed_once
 from jaxcomm.layout import Layout
 from jaxcomm.selectors import compact
 from jaxcomm.selectors.selection import count_in_segment
@@ -120,7 +122,8 @@ class SparseSum:
         """Writes the selected coordinates as a payload of uint32 arrays; also returns what the receivers will read."""
         selection = compact(mask, self.layout, None if self.always_fits else start)
         position, filled = selection.slots
-        packed, values = self.values.write(jnp.where(filled, vector.at(position), 0.0), filled, self.layout)  # (C,)
+        values = computed_once(jnp.where(filled, vector.at(position), 0.0))  # (C,)
+        packed, values = self.values.write(values, filled, self.layout)
         header = [
             self.status(ok, mask),
             jnp.sum(filled).astype(jnp.uint32),
@@ -164,13 +167,20 @@ class SparseSum:
 
         @jax.named_scope(DECODE)
         def total(ok: jax.Array) -> jax.Array:
-            def add(total: jax.Array, payload_of_worker: Payload) -> tuple[jax.Array, None]:
-                position, values = self.decode(payload_of_worker)
-                return total.at[position].add(jnp.where(ok, values, 0.0), mode="promise_in_bounds"), None
+            def add(total: jax.Array, slots: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+                position, summands = slots
+                return add_at(total, position, jnp.where(ok, summands, 0.0)), None
+
+            def one_by_one(zeros: jax.Array) -> jax.Array:
+                return lax.scan(lambda total, payload: add(total, self.decode(payload)), zeros, gathered)[0]
+
+            def decoded_at_once(zeros: jax.Array) -> jax.Array:  # in as few kernels of a GPU as one payload takes
+                return lax.scan(add, zeros, (jax.vmap(self.indices.decode)(gathered), values), unroll=8)[0]
 
             # A zero that depends on the payloads: else XLA would allocate the sum first, while the gradient is alive.
             zero = jnp.where(ok, jnp.minimum(magnitude, 0.0), 0.0)
-            return lax.scan(add, jnp.full(self.layout.n, zero), gathered)[0]
+            zeros = jnp.full(self.layout.n, zero)
+            return by_platform(zeros, cpu=one_by_one, tpu=one_by_one, default=decoded_at_once)
 
         ok = ok & is_intact & jnp.isfinite(magnitude)
         return SparseReduced(total, None, ok, contribution, jnp.sum(counts, axis=0), overfull)

@@ -105,6 +105,32 @@ def _opaque_numbers(numbers: Sequence[int], vector: jax.Array) -> list[jax.Array
     )[1]
 
 
+def add_at(vector: jax.Array, position: jax.Array, values: jax.Array) -> jax.Array:
+    """Adds values (C,) to a vector (n,), or to the only row of (1, n), at positions (C,) int32 in range.
+
+    No two values other than 0 have the same position. On GPUs, the zeros of empty slots are not added at all: with
+    different positions, an addition takes no atomic operation, which JAX 0.10 compiles to a loop for each number.
+    """
+    n, leading = vector.shape[-1], (0,) * (vector.ndim - 1)
+
+    def in_order(vector: jax.Array, position: jax.Array, values: jax.Array) -> jax.Array:
+        return vector.at[(*leading, position)].add(values, mode="promise_in_bounds")
+
+    def at_once(vector: jax.Array, position: jax.Array, values: jax.Array) -> jax.Array:
+        beyond = n + lax.iota(jnp.int32, values.size)
+        place = jnp.where(values != 0, position, beyond)
+        return vector.at[(*leading, place)].add(values, mode="drop", unique_indices=True)
+
+    if n + values.size >= 2**31:
+        return in_order(vector, position, values)
+    return by_platform(vector, position, values, cpu=in_order, tpu=in_order, default=at_once)
+
+
+def computed_once(vector: jax.Array) -> jax.Array:
+    """Keeps XLA for GPUs from computing a vector again, from arrays that must then outlive it, wherever it is read."""
+    return by_platform(vector, cpu=lambda x: x, tpu=lambda x: x, default=lax.optimization_barrier)
+
+
 def computed_end_to_end(parts: Sequence[jax.Array]) -> jax.Array:
     """Concatenates vectors of one type that are results of computing, such as codes: (n,).
 

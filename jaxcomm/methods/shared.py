@@ -17,6 +17,7 @@ from jaxcomm.collectives.sparse import Accumulated
 from jaxcomm.exchange import Exchange, Exchanged, Gradient, zeros_unless
 from jaxcomm.kernels.bits import Slots
 from jaxcomm.kernels.numerics import is_finite_narrow
+from jaxcomm.kernels.vectors import add_at
 from jaxcomm.layout import Layout, plan_layout
 from jaxcomm.types import ExchangeMetrics
 
@@ -71,13 +72,13 @@ class SharedExchange(Exchange):
         ok = dense_ok & summed.ok
 
         sums = jnp.where(slots.filled, summed.total(ok), 0.0)
-        total = jnp.zeros(layout.n, jnp.float32).at[position].add(sums, mode="promise_in_bounds")
+        total = add_at(jnp.zeros(layout.n, jnp.float32), position, sums)
         means = layout.as_leaves(layout.unflatten(total / workers))
         ok, means = ok & is_finite_narrow(means), layout.join(means, dense_means)
 
         residual = vector.residual + jnp.where(ok, vector.gradient, 0.0)[None]
         residual = residual.at[0, position].multiply(~(ok & slots.filled), mode="promise_in_bounds")
         error = jnp.where(ok & slots.filled, summed.residual(), 0.0)
-        residual = residual.at[0, position].add(error, mode="promise_in_bounds")
+        residual = add_at(residual, position, error)
         metrics = ExchangeMetrics.of(ok, workers * jnp.sum(slots.filled, dtype=jnp.float32), workers * overflow)
         return Exchanged(zeros_unless(ok, means), residual, metrics)

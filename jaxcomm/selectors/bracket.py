@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -14,13 +15,15 @@ from jaxcomm.kernels.numerics import magnitude_bits
 from jaxcomm.kernels.platforms import by_platform
 from jaxcomm.kernels.scopes import SELECT
 from jaxcomm.kernels.vectors import Stored, Vector
-from jaxcomm.layout import BLOCK, Layout, in_blocks
+from jaxcomm.layout import BLOCK, BLOCK_WORDS, Layout, in_blocks
 from jaxcomm.selectors.selection import count_in_segment, rank_in_segment, slots_of
 
 _SAMPLED = 64  # one coordinate in this many is in the sample
 _DEVIATIONS = 5.0  # standard deviations of the sample on either side of the rank: one bracket in a million fails
 _FEW = 8  # brackets pay if the vector is at least this many times as long as the room for candidates
 _BEYOND = np.uint32(1 << 31)  # above the bits of every magnitude
+_DIGIT = 4  # bits that a pass finds on a GPU, which takes longer to start a pass than for 15 counts in it
+_DIGITS, _DIGITS_OF_ENDS = 8, 6  # passes; the ends of a bracket are rounded down by less than 2^-15
 
 
 class Bracketed(NamedTuple):
@@ -58,7 +61,8 @@ class Found(NamedTuple):
     """The k-th largest magnitudes.
 
     Attributes:
-      smallest: (S,) uint32, the bits of the k-th largest of every segment; 0 where fewer are above 0.
+      smallest: (S,) uint32, the bits of the k-th largest of every segment; 0 where fewer are above 0. If there are
+        brackets, they are right only if the brackets hold.
       bracketed: what else is known, unless most tensors are small.
     """
 
@@ -72,41 +76,59 @@ def find_largest(vector: Vector, layout: Layout, k: jax.Array) -> Found:
 
     A sample of one coordinate in 64 gives a bracket around it. One pass marks the magnitudes above the bracket and
     those inside. The few inside, the candidates, are compacted, and bisection on the bits of the float finds the right
-    one among them. If a bracket is wrong or has too many candidates (ties), or if most tensors are small, bisection
-    goes over the whole vector instead: 31 counting passes, each as cheap as a sum.
+    one among them. If most tensors are small, bisection goes over the whole vector instead, by `search_all`. So it must
+    if a bracket is wrong or has too many candidates (ties), which the caller has to check.
 
     Args:
       vector: the flat vector.
       layout: its segments. The room for candidates is planned for a segment's `capacity` largest.
       k: (S,) int32, from 1; beyond the segment's size, the k-th largest is 0.
     """
-    # This gives k the vector's type, which on a mesh differs between workers.
-    k = k + (magnitude_bits(vector.at(jnp.zeros(1, jnp.int32))[0]) * np.uint32(0)).astype(jnp.int32)
     wide = dataclasses.replace(layout, capacities=_rooms(layout))
     if wide.n_slots * _FEW > layout.n:
-        return Found(_bisect(vector, layout, k), None)
+        return Found(search_all(vector, layout, k), None)
 
+    k = _typed_as(vector, k)
     low, high = _brackets(vector, layout, wide.capacities, k)
     blocks = in_blocks(magnitude_bits(vector.sum()))
-    is_above = blocks >= layout.per_block(high)[:, None, None]
-    is_inside = (blocks >= layout.per_block(low)[:, None, None]) & ~is_above
-    above_mask, inside, broken = bits.pack_each(is_above.reshape(-1), is_inside.reshape(-1), vector.broken())
+    reaches_high, reaches_low = (blocks >= layout.per_block(bound)[:, None, None] for bound in (high, low))
+    above_mask, inside, broken = bits.pack_each(reaches_high.reshape(-1), reaches_low.reshape(-1), vector.broken())
+    inside &= ~above_mask
     n_above = count_in_segment(above_mask, layout)
     rank, count = rank_in_segment(inside, layout)
     is_zero = (low == 1) & (k > n_above + count)
     fits = count <= np.asarray(wide.capacities, np.int32)
-    is_known = fits & (is_zero | ((n_above < k) & (k <= n_above + count)))
+    holds = jnp.all(fits & (is_zero | ((n_above < k) & (k <= n_above + count))))
 
     slots = slots_of(inside, rank, wide)
     candidates = jnp.where(slots.filled, vector.at(slots.position), 0.0)
     room_layout = dataclasses.replace(
         wide, shapes=tuple((room,) for room in wide.capacities), compressed=(True,) * len(layout.sizes), chunk=None
     )
-    smallest = jnp.where(is_zero, np.uint32(0), _bisect(Stored(candidates), room_layout, k - n_above))
-    holds = jnp.all(is_known)
-    searched = _bisect(vector, layout, k, jnp.where(holds, 0, 31))
+    smallest = jnp.where(is_zero, np.uint32(0), search_all(Stored(candidates), room_layout, k - n_above))
     bracketed = Bracketed(above_mask, n_above, candidates, slots.position, room_layout, holds, ~jnp.any(broken != 0))
-    return Found(jnp.where(is_known, smallest, searched), bracketed)
+    return Found(smallest, bracketed)
+
+
+@jax.named_scope(SELECT)
+def search_all(vector: Vector, layout: Layout, k: jax.Array) -> jax.Array:
+    """Returns the bits of the k-th largest magnitude of every segment, or 0 where fewer are above 0: (S,) uint32.
+
+    By 31 counting passes over the vector, each as cheap as a sum; on a GPU, by 8 over one that is in memory.
+    """
+
+    def count(bounds: Sequence[jax.Array]) -> jax.Array:
+        # Takes the bits in each pass: else XLA would store them before the loop, which costs memory and a copy.
+        operand, _ = lax.optimization_barrier((vector, bounds[0]))
+        blocks = in_blocks(magnitude_bits(operand.sum()))
+        return _count([blocks >= layout.per_block(bound)[:, None, None] for bound in bounds], layout)
+
+    return _search(count, _typed_as(vector, k)[None], is_stored=isinstance(vector, Stored))[0]
+
+
+def _typed_as(vector: Vector, k: jax.Array) -> jax.Array:
+    """Gives counts the vector's type, which on a mesh differs between workers."""
+    return k + (magnitude_bits(vector.at(jnp.zeros(1, jnp.int32))[0]) * np.uint32(0)).astype(jnp.int32)
 
 
 def _rooms(layout: Layout) -> tuple[int, ...]:
@@ -129,39 +151,72 @@ def _brackets(vector: Vector, layout: Layout, rooms: tuple[int, ...], k: jax.Arr
     spread = np.float32(_DEVIATIONS) * jnp.sqrt(expected)
     ends = jnp.stack([jnp.ceil(expected + spread) + 1, jnp.floor(expected - spread)]).astype(jnp.int32)  # (2, S)
 
-    def narrow(step: int, prefix: jax.Array) -> jax.Array:
-        candidate = prefix | lax.shift_left(np.uint32(1), jnp.uint32(30 - step))
-        counts = [
-            layout.per_segment(jnp.sum(sample >= layout.per_block(bound)[:, None], axis=1, dtype=jnp.int32))
-            for bound in candidate
-        ]
-        return jnp.where(jnp.stack(counts) >= ends, candidate, prefix)
+    def count(bounds: Sequence[jax.Array]) -> jax.Array:
+        return _summed([sample >= layout.per_block(bound)[:, None] for bound in bounds], layout)
 
-    low, high = lax.fori_loop(0, 31, narrow, (ends * 0).astype(jnp.uint32))
+    low, high = _search(count, ends, _DIGITS_OF_ENDS)
     takes_all = np.asarray(rooms) >= np.asarray(layout.blocks) * BLOCK
     low = jnp.where(takes_all, np.uint32(1), jnp.maximum(low, np.uint32(1)))
     high = jnp.where(takes_all | (ends[1] < 1), _BEYOND, high)
     return low, jnp.maximum(low, high)
 
 
-def _bisect(vector: Vector, layout: Layout, k: jax.Array, passes: jax.Array | int = 31) -> jax.Array:
-    """Returns the bits of the k-th largest magnitude, or 0 where fewer are above 0: (S,) uint32."""
+def _search(
+    count: Callable[[Sequence[jax.Array]], jax.Array], k: jax.Array, digits: int = _DIGITS, is_stored: bool = True
+) -> jax.Array:
+    """Returns the largest bounds that at least k magnitudes reach, 0 where there are none: (R, S) uint32.
 
-    def narrow(step: int, prefix: jax.Array) -> jax.Array:
-        candidate = prefix | lax.shift_left(np.uint32(1), jnp.uint32(30 - step))
-        # Takes the bits in each pass: else XLA would store them before the loop, which costs memory and a copy.
-        operand, _ = lax.optimization_barrier((vector, prefix))
-        counts = _count(in_blocks(magnitude_bits(operand.sum())) >= layout.per_block(candidate)[:, None, None], layout)
-        return jnp.where(counts >= k, candidate, prefix)
+    Args:
+      count: for a list of bounds, (S,) uint32 each, how many magnitudes' bits reach them: a row each, (..., S) int32.
+      k: (R, S) int32, in the type of the counts.
+      digits: how many a GPU finds; the others are 0.
+      is_stored: whether what is counted is in memory. Else XLA for GPUs would store it for several counts in a pass.
+    """
 
-    return lax.fori_loop(0, passes, narrow, (k * 0).astype(jnp.uint32))
+    def by_bit(zeros: jax.Array) -> jax.Array:
+        def narrow(step: int, prefix: jax.Array) -> jax.Array:
+            candidate = prefix | lax.shift_left(np.uint32(1), jnp.uint32(30 - step))
+            return jnp.where(count([*candidate]) >= k, candidate, prefix)
+
+        return lax.fori_loop(0, 31, narrow, zeros)
+
+    def by_digit(zeros: jax.Array) -> jax.Array:
+        def narrow(step: int, prefix: jax.Array) -> jax.Array:
+            shift = jnp.uint32(_DIGIT * (_DIGITS - 1 - step))
+            bounds = prefix + lax.shift_left(np.arange(1, 1 << _DIGIT, dtype=np.uint32), shift)[:, None, None]
+            reached = count([*bounds.reshape(-1, k.shape[1])]).reshape(bounds.shape) >= k
+            return prefix + lax.shift_left(jnp.sum(reached, axis=0, dtype=jnp.uint32), shift)
+
+        return lax.fori_loop(0, digits, narrow, zeros, unroll=True)
+
+    default = by_digit if is_stored else by_bit
+    return by_platform((k * 0).astype(jnp.uint32), cpu=by_bit, tpu=by_bit, default=default)
 
 
-def _count(mask: jax.Array, layout: Layout) -> jax.Array:
-    """Counts the coordinates of every segment that a mask in blocks marks: (S,) int32."""
-    # As packed bits: XLA for CPUs would store booleans as integers for a sum, 32 times the memory.
+def _count(masks: Sequence[jax.Array], layout: Layout) -> jax.Array:
+    """Counts the coordinates of every segment that masks in blocks mark: a row each, (..., S) int32."""
+
+    def packed(*masks: jax.Array) -> list[jax.Array]:
+        # As packed bits: XLA for CPUs would store booleans as integers for a sum, 32 times the memory.
+        return [bits.popcount(bits.pack(mask.reshape(-1))).reshape(-1, BLOCK_WORDS).sum(1) for mask in masks]
+
     return by_platform(
-        mask,
-        tpu=lambda mask: layout.per_segment(jnp.sum(mask, axis=(1, 2), dtype=jnp.int32)),
-        default=lambda mask: count_in_segment(bits.pack(mask.reshape(-1)), layout),
+        *masks,
+        cpu=lambda *masks: _per_segment(packed(*masks), layout),
+        default=lambda *masks: _summed(masks, layout),
     )
+
+
+def _summed(masks: Sequence[jax.Array], layout: Layout) -> jax.Array:
+    """Counts what masks (blocks, ...) mark in every segment, in one pass over what they are computed from."""
+    ones, zeros = [mask.astype(jnp.int32) for mask in masks], [np.int32(0)] * len(masks)
+    axes = range(len(layout.blocks) > 1, masks[0].ndim)  # of blocks, too, if they are all of one segment
+    sums = lax.reduce(ones, zeros, lambda xs, ys: [x + y for x, y in zip(xs, ys, strict=True)], axes)
+    return _per_segment(sums, layout) if sums[0].ndim else jnp.stack(sums)[:, None]
+
+
+def _per_segment(counts: Sequence[jax.Array], layout: Layout) -> jax.Array:
+    """Sums counts of every block, (blocks,) int32 each, over the blocks of each segment: a row each, (..., S)."""
+    if len(counts) == 1:
+        return layout.per_segment(counts[0])[None]
+    return layout.per_segment(jnp.stack(counts, axis=1)).T

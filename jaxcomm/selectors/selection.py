@@ -52,8 +52,9 @@ def rank_in_segment(words: jax.Array, layout: Layout) -> tuple[jax.Array, jax.Ar
       bits of every segment, (S,) int32.
     """
     rank = bits.rank_of_words(words).reshape(-1, BLOCK_WORDS)
-    first_block = np.cumsum((0, *layout.blocks[:-1]))
-    rank = rank - layout.per_block(rank[first_block, 0])[:, None]
+    if len(layout.blocks) > 1:
+        first_block = np.cumsum((0, *layout.blocks[:-1]))
+        rank = rank - layout.per_block(rank[first_block, 0])[:, None]
     return rank, count_in_segment(words, layout)
 
 

@@ -13,7 +13,7 @@ from jaxcomm.kernels.numerics import magnitude_bits
 from jaxcomm.kernels.scopes import SELECT
 from jaxcomm.kernels.vectors import Stored, Vector
 from jaxcomm.layout import Layout, in_blocks
-from jaxcomm.selectors.bracket import find_largest
+from jaxcomm.selectors.bracket import find_largest, search_all
 from jaxcomm.selectors.selection import Selected, count_in_segment, rank_in_segment, select_threshold
 
 
@@ -33,15 +33,16 @@ def select_topk(vector: Vector, layout: Layout, k: jax.Array | None = None) -> S
         k = jnp.asarray(layout.rooms())
     search = find_largest(vector, layout, k)
 
-    def among_all() -> jax.Array:
-        return _largest(vector.sum(), search.smallest, layout, k)
+    def among_all(smallest: jax.Array) -> jax.Array:
+        return _largest(vector.sum(), smallest, layout, k)
 
     if search.bracketed is None:
-        return Selected(among_all(), ~jnp.any(bits.pack(vector.broken()) != 0))
+        return Selected(among_all(search.smallest), ~jnp.any(bits.pack(vector.broken()) != 0))
     bracket = search.bracketed
     is_selected = bits.unpack(_largest(bracket.candidates, search.smallest, bracket.layout, k - bracket.n_above))
     words = bracket.mark(is_selected)
-    return Selected(lax.cond(bracket.holds, lambda: words, among_all), bracket.ok)
+    words = lax.cond(bracket.holds, lambda: words, lambda: among_all(search_all(vector, layout, k)))
+    return Selected(words, bracket.ok)
 
 
 @jax.named_scope(SELECT)
@@ -60,20 +61,21 @@ def select_with_ties(vector: Vector, layout: Layout, k: jax.Array) -> tuple[Sele
       its size.
     """
     search = find_largest(vector, layout, k)
-    threshold = lax.bitcast_convert_type(search.smallest, jnp.float32)
 
-    def among_all() -> Selected:
-        return select_threshold(vector, threshold, layout)
+    def among_all(smallest: jax.Array) -> tuple[Selected, jax.Array]:
+        threshold = lax.bitcast_convert_type(smallest, jnp.float32)
+        return select_threshold(vector, threshold, layout), threshold
 
     if search.bracketed is None:
-        return among_all(), threshold
+        return among_all(search.smallest)
     bracket = search.bracketed
 
-    def among_candidates() -> Selected:
+    def among_candidates() -> tuple[Selected, jax.Array]:
+        threshold = lax.bitcast_convert_type(search.smallest, jnp.float32)
         selected = select_threshold(Stored(bracket.candidates), threshold, bracket.layout)
-        return Selected(bracket.mark(bits.unpack(selected.words)), bracket.ok)
+        return Selected(bracket.mark(bits.unpack(selected.words)), bracket.ok), threshold
 
-    return lax.cond(bracket.holds, among_candidates, among_all), threshold
+    return lax.cond(bracket.holds, among_candidates, lambda: among_all(search_all(vector, layout, k)))
 
 
 def _largest(vector: jax.Array, smallest: jax.Array, layout: Layout, k: jax.Array) -> jax.Array:
