@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomm.kernels.bits import LANES, WORD
+from jaxcomm.kernels.bits import LANES, WORD, running_sum
 from jaxcomm.kernels.platforms import by_platform
 from jaxcomm.kernels.vectors import end_to_end, split_vector
 
@@ -182,6 +182,13 @@ class Layout:
     def segment_of_block(self) -> np.ndarray:
         """Returns the index of every block's segment: (blocks,) int32."""
         return np.repeat(np.arange(len(self.blocks), dtype=np.int32), self.blocks)
+
+    def segment_of_slot(self) -> jax.Array:
+        """Returns the index of every slot's segment: (C,) int32."""
+        first_slot = np.cumsum((0, *self.capacities[:-1]))
+        # The barrier keeps XLA from summing this constant as it compiles, which takes minutes for ten million slots.
+        zeros = lax.optimization_barrier(jnp.zeros(self.n_slots, jnp.int32))
+        return running_sum(zeros.at[first_slot].add(1)) - 1
 
     def per_block(self, per_segment: jax.Array) -> jax.Array:
         """Repeats values per segment (S,) for each of its blocks: (blocks,)."""

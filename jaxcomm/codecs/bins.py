@@ -57,7 +57,7 @@ class BinCodec:
         Returns:
           The words, (n_words,) uint32, and the values that are read from them, (C,) float32.
         """
-        segment = _segment_of_slot(layout)
+        segment = layout.segment_of_slot()
         magnitude = jnp.minimum(jnp.abs(values), np.float32(jnp.finfo(jnp.bfloat16).max))
         group = segment
         for _ in range(self.bits - 1):
@@ -83,7 +83,7 @@ class BinCodec:
         largest = _LARGEST.decode(words[:n_largest], segments)
         steps = bits.unpack_numbers(words[n_largest : n_largest + n_others], segments * (self.bins - 1), 8)
         code = bits.unpack_numbers(words[n_largest + n_others :], layout.n_slots, self.bits)
-        return self._read(largest, steps.reshape(segments, -1), code, _segment_of_slot(layout))
+        return self._read(largest, steps.reshape(segments, -1), code, layout.segment_of_slot())
 
     def _means(self, magnitude: jax.Array, filled: jax.Array, group: jax.Array, layout: Layout) -> jax.Array:
         """Returns the mean magnitude of the filled slots of every group, at the group's index."""
@@ -99,9 +99,3 @@ class BinCodec:
         means = jnp.concatenate([largest[:, None] * parts, largest[:, None]], axis=1).reshape(-1)
         magnitude = means[segment * self.bins + code % self.bins]
         return jnp.where(code >= self.bins, -magnitude, magnitude)
-
-
-def _segment_of_slot(layout: Layout) -> jax.Array:
-    """Returns the segment of every slot: (C,) int32."""
-    first = np.cumsum((0, *layout.capacities[:-1]))
-    return bits.running_sum(jnp.zeros(layout.n_slots, jnp.int32).at[first[1:]].add(1))

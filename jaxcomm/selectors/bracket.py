@@ -88,7 +88,7 @@ def find_largest(vector: Vector, layout: Layout, k: jax.Array) -> Found:
     if wide.n_slots * _FEW > layout.n:
         return Found(search_all(vector, layout, k), None)
 
-    k = _typed_as(vector, k)
+    k = typed_as(vector, k)
     low, high = _brackets(vector, layout, wide.capacities, k)
     blocks = in_blocks(magnitude_bits(vector.sum()))
     reaches_high, reaches_low = (blocks >= layout.per_block(bound)[:, None, None] for bound in (high, low))
@@ -123,10 +123,10 @@ def search_all(vector: Vector, layout: Layout, k: jax.Array) -> jax.Array:
         blocks = in_blocks(magnitude_bits(operand.sum()))
         return _count([blocks >= layout.per_block(bound)[:, None, None] for bound in bounds], layout)
 
-    return _search(count, _typed_as(vector, k)[None], is_stored=isinstance(vector, Stored))[0]
+    return _search(count, typed_as(vector, k)[None], is_stored=isinstance(vector, Stored))[0]
 
 
-def _typed_as(vector: Vector, k: jax.Array) -> jax.Array:
+def typed_as(vector: Vector, k: jax.Array) -> jax.Array:
     """Gives counts the vector's type, which on a mesh differs between workers."""
     return k + (magnitude_bits(vector.at(jnp.zeros(1, jnp.int32))[0]) * np.uint32(0)).astype(jnp.int32)
 

@@ -7,9 +7,8 @@ and every coordinate is drawn equally often.
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from jaxcomm.kernels import bits, noise
+from jaxcomm.kernels import noise
 from jaxcomm.kernels.bits import Slots
 from jaxcomm.kernels.scopes import SELECT
 from jaxcomm.layout import BLOCK, Layout
@@ -59,9 +58,7 @@ def select_strata(key: jax.Array, layout: Layout) -> Slots:
     """
     n_slots = layout.n_slots
     first_slot = np.cumsum((0, *layout.capacities[:-1]))
-    # The barrier keeps XLA from summing this constant at compile time, which would take longer than all the rest.
-    zeros = lax.optimization_barrier(jnp.zeros(n_slots, jnp.int32))
-    segment = bits.running_sum(zeros.at[first_slot].add(1)) - 1  # (C,)
+    segment = layout.segment_of_slot()  # (C,)
     sizes, rooms = jnp.maximum(layout.elements(), 1), jnp.maximum(layout.rooms(), 1)
     table = [first_slot, sizes, rooms, np.cumsum((0, *layout.blocks[:-1])) * BLOCK]
     first, size, strata, start = jnp.stack([jnp.asarray(column, jnp.int32) for column in table])[:, segment]

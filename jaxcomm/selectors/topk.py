@@ -1,5 +1,6 @@
 """The k largest coordinates of every tensor, or of every row, exactly."""
 
+import functools
 import math
 from fractions import Fraction
 
@@ -10,9 +11,11 @@ from jax import lax
 
 from jaxcomm.kernels import bits
 from jaxcomm.kernels.numerics import magnitude_bits
+from jaxcomm.kernels.platforms import by_platform
 from jaxcomm.kernels.scopes import SELECT
 from jaxcomm.kernels.vectors import Stored, Vector
 from jaxcomm.layout import Layout, in_blocks
+from jaxcomm.selectors import chunks
 from jaxcomm.selectors.bracket import find_largest, search_all
 from jaxcomm.selectors.selection import Selected, count_in_segment, rank_in_segment, select_threshold
 
@@ -31,6 +34,13 @@ def select_topk(vector: Vector, layout: Layout, k: jax.Array | None = None) -> S
     """
     if k is None:
         k = jnp.asarray(layout.rooms())
+    searched = functools.partial(_select_searched, vector, layout, k)
+    if layout.chunk not in chunks.SIZES:
+        return searched()
+    return by_platform(cpu=searched, tpu=searched, default=lambda: chunks.select_chunks(vector, layout, k))
+
+
+def _select_searched(vector: Vector, layout: Layout, k: jax.Array) -> Selected:
     search = find_largest(vector, layout, k)
 
     def among_all(smallest: jax.Array) -> jax.Array:
