@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxcomm.checks import check_range
 from jaxcomm.exchange import Exchange, Gradient
@@ -74,13 +76,10 @@ class Model:
         self.method, self.outer = method, outer
         self.shapes = jax.eval_shape(widened, params)
         self.layout = method.plan(self.shapes)
-        start = jax.eval_shape(self.first, params)
-        row = jax.eval_shape(self.unsent)
-        packed = jax.eval_shape(
-            promotes(self._packed), start.params, params, row.residual, row.change, (1.0, 0.0, 1.0), 0, 0
-        )
-        self.n_words = packed[0].size
-        self.like = start  # shapes of a `Global`
+        self.like = start = jax.eval_shape(self.first, params)  # shapes of a `Global`
+        row = jax.ShapeDtypeStruct((1, self.layout.n), method.residual_dtype) if method.keeps_residual else None
+        args = (start.params, params, row, self.shapes, (1.0, 0.0, 1.0), 0, 0)
+        self.n_words = jax.eval_shape(promotes(self._packed), *args)[0].size
         self._pack, self._add = jax.jit(promotes(self._packed)), jax.jit(promotes(self._added))
         self._step, self._norm = jax.jit(promotes(self._stepped)), jax.jit(promotes(self._norm_of))
         self.change, self.rebase = jax.jit(promotes(_change)), jax.jit(promotes(_rebase))
@@ -92,13 +91,15 @@ class Model:
         """Returns the global state of a run that starts from some parameters."""
         return Global(widened(params), self.outer.init(widened(params)))
 
-    def unsent(self) -> Unsent:
-        """Returns what a new worker has not sent: zeros."""
-        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self.shapes)
+    def unsent(self, params: Params) -> Unsent:
+        """Returns what a new worker has not sent: zeros, sharded as its parameters are."""
         residual = None
         if self.method.keeps_residual:
             residual = jnp.zeros((1, self.layout.n), self.method.residual_dtype)
-        return Unsent(residual, 0.0, zeros, 0.0)
+            if (mesh := _mesh_of(params)) is not None:
+                axes = mesh.axis_names if self.layout.n % mesh.size == 0 else None
+                residual = jax.device_put(residual, NamedSharding(mesh, P(None, axes)))
+        return Unsent(residual, 0.0, self.change(widened(params), params), 0.0)
 
     def _packed(
         self, anchor: Params, params: Params, residual: Any, change: Params, shares: Any, step: Any, worker: Any
@@ -131,6 +132,9 @@ class Model:
         shares = tuple(map(np.float32, shares))
         args = (anchor, params, unsent.residual, unsent.change, shares, np.int32(number), worker)
         words, ok, residual, change = self._pack(*args)
+        if (mesh := _mesh_of(anchor)) is not None:  # the first process reads them, and residuals stay sharded
+            words, ok = jax.device_put((words, ok), NamedSharding(mesh, P()))
+            residual = None if residual is None else jax.device_put(residual, unsent.residual.sharding)
         zeros = jax.tree.map(jnp.zeros_like, unsent.change)
         late = unsent._replace(change=change, rows=weight)
         return Packing(words, ok, Unsent(residual, weight, zeros, 0.0), late)
@@ -175,7 +179,16 @@ class Model:
 
     def digest(self, state: Global) -> str:
         """Returns the digest of a global state, 32 hexadecimal digits, computed where its arrays are."""
-        return hashlib.sha256(np.asarray(self._digests(state)).tobytes()).hexdigest()[:32]
+        digests, mesh = self._digests(state), _mesh_of(state)
+        digests = digests if mesh is None else jax.device_put(digests, NamedSharding(mesh, P()))
+        return hashlib.sha256(np.asarray(digests).tobytes()).hexdigest()[:32]
+
+
+def _mesh_of(tree: Any) -> Mesh | None:
+    """Returns the mesh over which arrays of a tree are sharded; None if there is none."""
+    shardings = [leaf.sharding for leaf in jax.tree.leaves(tree)]
+    meshes = (sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding))
+    return next((mesh for mesh in meshes if isinstance(mesh, Mesh)), None)
 
 
 def _change(anchor: Params, params: Params) -> Params:

@@ -8,10 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
 from jaxcomm.checks import check_range
 from jaxcomm.rounds import records
 from jaxcomm.rounds.clock import Clock, Task, Waiting
+from jaxcomm.rounds.hosts import Hosts
 from jaxcomm.rounds.log import Log, News
 from jaxcomm.rounds.model import Global, Model, Packing, Unsent, number_of
 from jaxcomm.types import Params
@@ -80,14 +82,14 @@ class Worker:
         self._log, self._model, self._clock, self._local_step = log, model, clock, step
         self._overlap, self._every, self._settings = overlap, every, settings
         self._own = self._sent = jax.tree.map(jnp.copy, params)  # a step may donate them
-        self._local, self._global, self._unsent = local, model.first(params), model.unsent()
+        self._local, self._global, self._unsent = local, model.first(params), model.unsent(params)
         self._sending: Sending | None = None
         self._task: Task | None = None
         self._saving: list[Task] = []
         self._rows, self._steps, self._ahead, self._missed = 0.0, 0, 0, 0
         self._paces: list[float] = []
         self._last: Any = None
-        self._has_left = False
+        self._has_left, self._hosts = False, Hosts()
 
     # What the user calls.
 
@@ -110,6 +112,11 @@ class Worker:
     def done(self) -> bool:
         """Whether all rounds of the run are over."""
         return self._log.total is not None and self.round >= self._log.total
+
+    @property
+    def _is_sent(self) -> bool:
+        """Whether a payload is on its way."""
+        return self._sending is not None
 
     @property
     def local(self) -> Any:
@@ -144,15 +151,16 @@ class Worker:
 
     def begin(self) -> Waiting[None]:
         """Agrees on the settings, takes up what a worker of this name has left, and reads the global state."""
-        yield from self._log.agree(self._settings)
-        if not (yield from self._log.objects.sizes("snapshots")):
-            yield from self._log.objects.create(records.snapshot_path(0), self._snapshot(0, self._global))
-        path = records.worker_path(self.name)
-        raw = yield from self._log.objects.read(path)
-        if raw is not None:
-            yield from self._recall(raw)
-        yield from self._take((yield from self._log.resume()))
-        yield from self._log.objects.remove([path])  # only now: until here, another life could take it up
+        hosts, objects, path = self._hosts, self._log.objects, records.worker_path(self.name)
+        yield from hosts.first(self._log.agree(self._settings))
+        if not hosts.flag(bool((yield from hosts.first(objects.sizes("snapshots"))))):
+            snapshot = self._snapshot(0, self._global)
+            yield from hosts.first(objects.create(records.snapshot_path(0), snapshot))
+        raw = yield from hosts.first(objects.read(path))
+        if hosts.flag(raw is not None):
+            yield from self._recall(hosts.parts([raw or b""])[0])
+        yield from self._take(hosts.news((yield from hosts.first(self._log.resume()))))
+        yield from hosts.first(objects.remove([path]))  # only now: until here, another life could take it up
 
     def advance(self, batch: Any) -> Waiting[dict[str, Any]]:
         """Does `__call__`."""
@@ -164,12 +172,12 @@ class Worker:
         began = self._clock.now()
         self._own, self._local, metrics = self._local_step(self._own, self._local, batch)
         self._rows, self._steps = self._rows + rows[0], self._steps + 1
-        self._ahead += self._task is not None
+        self._ahead += self._is_sent
         jax.block_until_ready(self._last)  # of the step before: one step is always under way
         self._last = metrics
         yield 0.0
         self._paces = [*self._paces, self._clock.now() - began][-self._log.steps :]
-        if self._task is None and not self.done and self._is_over():
+        if not self._is_sent and not self.done and self._hosts.flag(self._is_over()):
             yield from self._send()
             if self._overlap == 0:
                 yield from self._settle(0)
@@ -180,7 +188,7 @@ class Worker:
         until = self._clock.now() + wait
         while self._task is not None and not self._task.done and self._clock.now() < until:
             yield POLL
-        if self._task is not None and self._task.done:
+        if self._hosts.flag(self._task is not None and self._task.done):
             yield from self._settle(0)
         for task in self._saving:
             while not task.done:
@@ -190,7 +198,7 @@ class Worker:
         unsent, base = self._unsent, self._global.params
         if sending is not None:
             base, sending.is_withdrawn = self._sent, True
-            if sending.number is None:  # it is not put yet
+            if not self._hosts.flag(sending.number is not None):  # it is not put yet
                 unsent, sending = sending.packing.late, None
             else:  # the round decides on it later: what came after it is kept apart
                 unsent = unsent._replace(rows=0.0)
@@ -198,7 +206,8 @@ class Worker:
             unsent = self._model.joined(unsent, self._model.change(base, self._own), self._rows)
         is_empty = sending is None and unsent.residual is None and not unsent.rows
         if keep and not is_empty:
-            yield from self._log.objects.create(records.worker_path(self.name), self._memo(unsent, sending))
+            memo = self._memo(unsent, sending)
+            yield from self._hosts.first(self._log.objects.create(records.worker_path(self.name), memo))
 
     # Parts of them.
 
@@ -227,19 +236,20 @@ class Worker:
         self._sending = Sending(header, packing)
         self._sent = jax.tree.map(jnp.copy, self._own)
         self._rows, self._steps, self._ahead = 0.0, 0, 0
-        work = self._log.take_part(self.round, self._missed, self._sending.payload)
-        self._task = self._clock.start(work)
+        if self._hosts.is_first:
+            work = self._log.take_part(self.round, self._missed, self._sending.payload)
+            self._task = self._clock.start(work)
 
     def _settle(self, ahead: int) -> Waiting[None]:
         """Takes what the log has of this round; waits for it if as many local steps were done meanwhile."""
-        while (task := self._task) is not None:
-            if task.done:
-                self._task = None
-                yield from self._take(task.result())
-            elif self._ahead >= ahead:
+        while self._is_sent:
+            task = self._task
+            while task is not None and not task.done and self._ahead >= ahead:
                 yield POLL
-            else:
+            if not self._hosts.flag(task is not None and task.done):
                 return
+            self._task = None
+            yield from self._take(self._hosts.news(None if task is None else task.result()))
 
     def _take(self, news: News) -> Waiting[None]:
         """Settles what became of the payload, takes the outer steps of all rounds, and continues from there."""
@@ -255,27 +265,32 @@ class Worker:
                 what += f"the log, {manifest.state}: another library, or a fault of its hardware"
                 if not is_read:
                     warnings.warn(f"{what}. It starts again from the newest snapshot.", stacklevel=2)
-                    news = yield from self._log.resume()
+                    news = self._hosts.news((yield from self._hosts.first(self._log.resume())))
                     return (yield from self._take(news))
                 warnings.warn(f"{what}, even after the newest snapshot.", stacklevel=2)
             state, number = self._model.apply(state, manifest, words), manifest.number + 1
             turn = manifest.members[number // self._every % len(manifest.members)]
             if number % self._every == 0 and turn.header.worker == self.name and manifest.state in ("", digest):
                 self._saving = [task for task in self._saving if not task.done or task.result()]
-                self._saving.append(self._clock.start(self._log.save(number, self._snapshot(number, state))))
+                snapshot = self._snapshot(number, state)
+                if self._hosts.is_first:
+                    self._saving.append(self._clock.start(self._log.save(number, snapshot)))
             yield 0.0
         self._own = self._model.rebase(state.params, self._own, self._sent)
         self._global, self.round, self._sent = state, number, self._own
 
     def _settle_payload(self, sending: Sending, news: News) -> None:
         """Keeps what is unsent, by what the manifest says of the payload."""
-        if sending.is_broken:
+        digest = self._hosts.parts([sending.digest.encode()])[0].decode()
+        if self._hosts.flag(sending.is_broken):
+            self._own = self._sent = self.params
+            self._rows = self._steps = 0
             warnings.warn(
                 f"Worker {self.name!r} has a change that is not finite in round {self.round}: it is not sent, and the "
                 "worker goes on from the global model.",
                 stacklevel=2,
             )
-        elif news.own is not None and news.own.find(sending.digest):
+        elif news.own is not None and news.own.find(digest):
             self._unsent, self._missed, self.counted = sending.packing.counted, 0, self.counted + 1
         else:
             self._unsent, self.late = sending.packing.late, self.late + 1
@@ -334,7 +349,8 @@ class Worker:
             ) from None
         if at is not None:
             number, digest, weight, rows = at
-            if (yield from self._log.outcome(number)).find(digest):
+            manifest = yield from self._hosts.first(self._log.outcome(number))
+            if self._hosts.flag(manifest is not None and manifest.find(digest) is not None):
                 unsent = unsent._replace(residual=placed[2], weight=weight)
             else:
                 unsent = self._model.joined(unsent, placed[3], rows)
@@ -344,9 +360,7 @@ class Worker:
 def _on_host(leaf: Any) -> np.ndarray:
     """Returns an array, gathered from all processes of this worker if they hold parts of it."""
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable and not leaf.is_fully_replicated:
-        from jax.experimental.multihost_utils import process_allgather
-
-        return np.asarray(process_allgather(leaf, tiled=True))
+        return np.asarray(multihost_utils.process_allgather(leaf, tiled=True))
     return np.asarray(leaf)
 
 

@@ -2,13 +2,19 @@
 
 import functools
 import json
-import warnings
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from obstore.store import MemoryStore
 
 import jaxcomm as jc
@@ -290,7 +296,103 @@ def test_records():
     for damaged in (b"", b"{}", b"[1]", b'{"members": 1}', manifest.to_bytes()[:-1], b"\x80\x04K\x01."):
         with pytest.raises(DamagedError):
             Manifest.of(damaged)
-    with warnings.catch_warnings():
-        assert not records.is_name("a/b")
-        assert not records.is_name("a.b")
-        assert not records.is_name("a\n")
+    assert [name for name in ("a/b", "a.b", "a\n", "-a", "a" * 65, 7) if records.is_name(name)] == []
+
+
+def test_a_worker_on_a_mesh_of_its_own():
+    """Its parameters are sharded over its devices, as in FSDP; it and a worker of one device have the same bits."""
+    mesh = jc.make_mesh(fsdp=4)
+    shards = {"w": NamedSharding(mesh, P(None, "fsdp")), "b": NamedSharding(mesh, P())}
+    whole = jax.tree.map(jnp.asarray, normal({"w": (40, 64), "b": (9,)}, 0))
+    clock, archive, workers = SimClock(), Archive(), {}
+
+    def main(name, params):
+        options = {"exchange": EXCHANGE, "steps": 3, "overlap": 1, "worker": name, "total": 4}
+        workers[name] = jc.rounds(archive, (loss, optax.adam(0.01)), params, clock=clock, **options)
+        yield from clock.taken()
+        number = 0
+        while not workers[name].done:
+            number += 1
+            yield from workers[name].advance(normal({"w": (40, 64), "b": (9,)}, number, 4))
+
+    clock.start(main("sharded", jax.device_put(whole, shards)), "sharded")
+    clock.start(main("one", whole), "one")
+    clock.loop()
+    assert members(archive) == ["onesharded"] * 4
+    assert workers["sharded"].digest() == workers["one"].digest()
+    worker = workers["sharded"]
+    for tree in (worker._global.params, worker._own, worker._unsent.change, worker._global.outer[0].trace):
+        assert tree["w"].sharding.spec == P(None, "fsdp")
+    assert worker._unsent.residual.sharding.spec == P(None, ("fsdp",))
+
+
+def test_a_change_that_is_not_finite_is_dropped_by_name():
+    """The worker goes on from the global model, and counts in the next round."""
+    archive, clock = Archive(), SimClock()
+
+    class Diverging(Site):
+        def step(self, params, local, batch):
+            params, local, metrics = super().step(params, local, batch)
+            if self.worker.round == 2:
+                params = jax.tree.map(lambda x: x * np.nan, params)
+            return params, local, metrics
+
+    sites = [Site(clock, archive, "a"), Diverging(clock, archive, "b", quorum=1)]
+    sites[0].options["quorum"] = 1
+    for site in sites:
+        site.start()
+    with pytest.warns(UserWarning, match="Worker 'b' has a change that is not finite in round"):
+        clock.loop()
+    assert members(archive)[:2] == ["ab", "ab"]
+    assert "a" in members(archive)
+    assert members(archive)[-1] == "ab"
+    assert sites[0].worker.digest() == sites[1].worker.digest()
+
+
+SCRIPT = """
+import os, sys
+store, name, index, port = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
+import jax
+if port != "0":
+    jax.distributed.initialize(f"127.0.0.1:{port}", 2, index)
+import jax.numpy as jnp, numpy as np, optax
+from jax.sharding import NamedSharding, PartitionSpec as P
+import jaxcomm as jc
+mesh = jc.make_mesh(fsdp=jax.device_count())
+def place(x, spec):
+    return jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda index: x[index])
+rng = np.random.default_rng(0)
+params = {"w": place(rng.normal(size=(64, 64)).astype(np.float32), P("fsdp")), "b": place(np.ones(3, np.float32), P())}
+def loss_fn(params, batch):
+    return jnp.mean(jnp.square(batch @ params["w"])) + jnp.sum(jnp.square(params["b"]))
+worker = jc.rounds(store, (loss_fn, optax.adam(0.01)), params, exchange=jc.topk(0.9), steps=4, overlap=1, worker=name,
+                   total=5, every=2, grace=20.0)
+number = 0
+while not worker.done:
+    number += 1
+    rows = np.random.default_rng(number).normal(size=(8, 64)).astype(np.float32)
+    worker(place(rows, P("fsdp")))
+worker.leave()
+print("digest", worker.digest(), worker.counted, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_worker_of_two_processes(tmp_path):
+    """Process 0 of one worker talks to the store for both; the other worker is one process."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    script = tmp_path / "worker.py"
+    script.write_text(SCRIPT)
+    environment = os.environ | {"JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": str(Path(__file__).parents[3])}
+    starts = [("two", "0", port), ("two", "1", port), ("one", "0", "0")]
+    processes = [
+        subprocess.Popen([sys.executable, script, tmp_path / "run", *words], env=environment, stdout=subprocess.PIPE)
+        for words in starts
+    ]
+    lines = [process.communicate(timeout=300)[0].decode().splitlines()[-1].split() for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0]
+    assert lines[0][:2] == lines[1][:2] == lines[2][:2]
+    assert lines[0][0] == "digest"
+    assert int(lines[0][2]) >= 4
