@@ -77,8 +77,8 @@ class SharedExchange(Exchange):
         ok, means = ok & is_finite_narrow(means), layout.join(means, dense_means)
 
         residual = vector.residual + jnp.where(ok, vector.gradient, 0.0)[None]
-        residual = residual.at[0, position].multiply(~(ok & slots.filled), mode="promise_in_bounds")
-        error = jnp.where(ok & slots.filled, summed.residual(), 0.0)
-        residual = add_at(residual, position, error)
+        is_sent = ok & slots.filled
+        residual = add_at(residual, position, jnp.where(is_sent, -residual[0, position], 0.0))
+        residual = add_at(residual, position, jnp.where(is_sent, summed.residual(), 0.0))
         metrics = ExchangeMetrics.of(ok, workers * jnp.sum(slots.filled, dtype=jnp.float32), workers * overflow)
         return Exchanged(zeros_unless(ok, means), residual, metrics)

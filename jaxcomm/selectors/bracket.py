@@ -198,7 +198,10 @@ def _count(masks: Sequence[jax.Array], layout: Layout) -> jax.Array:
 
     def packed(*masks: jax.Array) -> list[jax.Array]:
         # As packed bits: XLA for CPUs would store booleans as integers for a sum, 32 times the memory.
-        return [bits.popcount(bits.pack(mask.reshape(-1))).reshape(-1, BLOCK_WORDS).sum(1) for mask in masks]
+        return [
+            bits.popcount(bits.pack(mask.reshape(-1))).reshape(-1, BLOCK_WORDS).sum(1, dtype=jnp.int32)
+            for mask in masks
+        ]
 
     return by_platform(
         *masks,
