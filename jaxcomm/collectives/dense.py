@@ -71,6 +71,8 @@ def dense_mean(
 
 def dense_words(tensors: Sequence[jax.Array], codec: ValueCodec = FLOAT32) -> tuple[jax.Array, jax.Array]:
     """Writes tensors end to end as words, and tells whether what is read will be finite: (m,) uint32, () bool."""
+    if not tensors:
+        return jnp.zeros(0, jnp.uint32), jnp.asarray(True)
     vector = end_to_end([tensor.reshape(-1).astype(jnp.float32) for tensor in tensors])
     return codec.encode(vector), is_finite(codec.rounded(vector)) & is_finite(vector)
 
@@ -78,6 +80,8 @@ def dense_words(tensors: Sequence[jax.Array], codec: ValueCodec = FLOAT32) -> tu
 def read_dense(words: jax.Array, layout: Layout, codec: ValueCodec = FLOAT32) -> list[jax.Array]:
     """Reads the dense tensors of a layout from their words, in their shapes and dtypes."""
     _, shapes = layout.split(layout.shapes)
+    if not shapes:
+        return []
     _, dtypes = layout.split(layout.dtypes)
     starts = list(itertools.accumulate(map(math.prod, shapes), initial=0))[: len(shapes)]
     parts = split_vector(codec.decode(words, layout.n_dense), shapes, starts)

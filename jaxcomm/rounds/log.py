@@ -22,6 +22,7 @@ from jaxcomm.rounds.store import Objects
 
 SHORTEST_POLL, LONGEST_POLL = 0.02, 1.0  # seconds
 MOST_DOUBLINGS = 10  # of the grace
+MOST_KNOWN = 64  # manifests that are not read again
 PATIENCE = 60.0  # seconds without a quorum before a warning
 
 
@@ -74,6 +75,7 @@ class Log:
     total: int | None
     previous: Manifest | None = None
     _cache: dict[str, bytes] = field(default_factory=dict)
+    _known: dict[int, Manifest] = field(default_factory=dict)
 
     # What all workers agree on.
 
@@ -118,16 +120,20 @@ class Log:
 
     def follow(self, number: int, own: Manifest | None = None) -> Waiting[News]:
         """Reads the rounds from a number on that are over; from the newest snapshot on if some are removed."""
-        rounds = yield from self._following(number)
+        rounds = yield from self._following(number, None if own is None else own.number)
         if rounds is None:
             return (yield from self.resume(own))
         return News(own, None, rounds)
 
     def manifest(self, number: int) -> Waiting[Manifest | None]:
         """Reads a round's manifest; None if the round is not over."""
+        if number in self._known:
+            return self._known[number]
         raw = yield from self.objects.read(records.manifest_path(number))
-        if raw is None:
-            return None
+        return None if raw is None else self._learn(number, raw)
+
+    def _learn(self, number: int, raw: bytes) -> Manifest:
+        """Reads the bytes of a manifest."""
         try:
             manifest = Manifest.of(raw)
         except DamagedError as error:
@@ -138,12 +144,19 @@ class Log:
             ) from None
         if self.previous is None or self.previous.number < number:
             self.previous = manifest
+        self._known[number] = manifest
+        self._known.pop(number - MOST_KNOWN, None)
         return manifest
 
-    def _following(self, number: int) -> Waiting[list[Decided] | None]:
-        """Returns the rounds from a number on; None if a payload is removed and a newer snapshot has replaced it."""
+    def _following(self, number: int, last: int | None = None) -> Waiting[list[Decided] | None]:
+        """Returns the rounds that are over, from a number on, to `last` if that is given.
+
+        None if a payload is removed, and a newer snapshot has replaced it.
+        """
         rounds: list[Decided] = []
-        while (manifest := (yield from self.manifest(number))) is not None:
+        while last is None or number <= last:
+            if (manifest := (yield from self.manifest(number))) is None:
+                break
             words = []
             for member in manifest.members:
                 path = records.payload_path(number, member.header.worker)
@@ -210,7 +223,7 @@ class Log:
         usual = None if previous is None else previous.usual_seconds(self.steps)
         poll = 0.2 if usual is None else min(max(usual / 20, SHORTEST_POLL), LONGEST_POLL)
         grace = self.grace if self.grace is not None else (2.0 if usual is None else usual / 2)
-        while (manifest := (yield from self.manifest(number))) is None:
+        while True:
             sizes = yield from self.objects.sizes(records.round_prefix(number))
             names = [name.removeprefix("payload/") for name in sizes if name.startswith("payload/")]
             coming = dict(_announced(name) for name in sizes if name.startswith("coming/"))
@@ -225,9 +238,9 @@ class Log:
                 awaited = ({member.header.worker for member in before} | coming.keys()) - checked.keys()
                 doublings = min(max((coming.get(name, 0) for name in awaited), default=0), MOST_DOUBLINGS)
                 if not awaited or clock.now() - quorum_at >= grace * 2**doublings:
-                    manifest = Manifest(number, state, tuple(members), refused, self.name)
-                    yield from self.objects.create(records.manifest_path(number), manifest.to_bytes())
-                    continue
+                    raw = Manifest(number, state, tuple(members), refused, self.name).to_bytes()
+                    if (yield from self.objects.create(records.manifest_path(number), raw)):
+                        return self._learn(number, raw)
             elif not has_warned and clock.now() - began > PATIENCE:
                 has_warned = True
                 warnings.warn(
@@ -235,8 +248,9 @@ class Log:
                     f"{sorted(member.header.worker for member in members)}; refused: {refused}.",
                     stacklevel=2,
                 )
+            if (manifest := (yield from self.manifest(number))) is not None:
+                return manifest
             yield poll
-        return manifest
 
     def _checked(self, path: str, name: str, number: int, size: int) -> Waiting[Member | str]:
         """Reads a payload: what a manifest would say of it, or why it is refused."""

@@ -47,10 +47,8 @@ def rounds(
 ) -> Worker:
     """Makes a worker of a training run whose workers are separate programs, and whose rounds are a log in a store.
 
-        worker = jc.rounds("s3://bucket/run-7", (loss_fn, optax.adamw(3e-4)), params, exchange=jc.topk(0.99))
-        for batch in batches:
-            metrics = worker(batch)
-        worker.leave()
+    `worker = jc.rounds("s3://bucket/run-7", (loss_fn, optax.adamw(3e-4)), params, exchange=jc.topk(0.99))`; then
+    `metrics = worker(batch)` for each batch, and at the end `worker.leave()`.
 
     It is DiLoCo without a process group. In each round, every worker
 

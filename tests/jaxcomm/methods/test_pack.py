@@ -85,6 +85,26 @@ def test_numbers_that_are_not_finite(name):
         assert not pack(*broken)
 
 
+@pytest.mark.parametrize("shapes", [{"w": (40, 130)}, {"b": (7,), "c": (3, 2)}], ids=["all compressed", "all dense"])
+@pytest.mark.parametrize("name", ["plump_dp", "topk", "random_k", "sign", "quant_dp"])
+def test_trees_of_one_kind(name, shapes):
+    """What is read, and what is kept, add up to what was packed."""
+    method = PACKED[name].method
+    rng = np.random.default_rng(0)
+    leaves = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes.values()]
+    layout = method.plan(leaves)
+    row = jnp.zeros((1, layout.n)) if method.keeps_residual else None
+    packed = method.pack(Gradient(layout, leaves, leaves, row), jnp.int32(0), 0)
+    back = method.unpack(packed.words, layout, jnp.int32(0))
+    kept = [0.0] * len(leaves)
+    if row is not None:
+        dense = [jnp.zeros_like(leaf) for leaf in layout.split(leaves)[1]]
+        kept = layout.join(layout.unflatten(packed.residual[0]), dense)
+    tolerance = 0.3 if name == "quant_dp" and "w" in shapes else 1e-6  # 4 bits, without a residual
+    for leaf, read, rest in zip(leaves, back, kept, strict=True):
+        np.testing.assert_allclose(read + rest, leaf, atol=tolerance * float(jnp.abs(leaf).max()))
+
+
 @pytest.mark.parametrize(
     "tx",
     [
