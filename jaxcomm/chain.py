@@ -20,7 +20,7 @@ from jaxcomm.exchange import SCOPE, get_exchange, is_exchange_state, is_placehol
 from jaxcomm.kernels.numerics import wide_type
 from jaxcomm.order import check_chain, methods_in, momentum_inside, try_link
 from jaxcomm.state import keep_states_unless, trained, update_with_more, vary_rows
-from jaxcomm.types import AccumulatedState, DelayedState, ExchangeMetrics, PerWorker
+from jaxcomm.types import AccumulatedState, DelayedState, ExchangeMetrics, Params, PerWorker, PyTree
 
 _NOT_OF_PARAMS: Any = 0  # a leaf in the place of state that has another shape than the parameters
 FROZEN = "jaxcomm.frozen"  # the `jax.named_scope` of what keeps frozen leaves as they are, whatever decays behind
@@ -85,7 +85,7 @@ def chain(*links: optax.GradientTransformation, accumulate: int = 1, delay: int 
     composed = _delayed(composed) if delay else composed
     warned: set[str] = set()
 
-    def init(params: Any) -> Any:
+    def init(params: Params) -> PyTree:
         state = composed.init(params)
         for message in check_chain(transformation, state, trained(params)):
             if message not in warned:
@@ -112,10 +112,10 @@ _BETWEEN = ("jaxcomm", "jax", "optax", "flax", "equinox", "functools", "contextl
 def _chained(links: list[optax.GradientTransformation]) -> optax.GradientTransformationExtraArgs:
     """Returns `optax.chain`, but gives the links after the exchange the arguments of all workers."""
 
-    def init(params: Any) -> Any:
+    def init(params: Params) -> PyTree:
         return tuple(link.init(params) for link in links)
 
-    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+    def update(updates: PyTree, state: PyTree, params: Params = None, **extra_args: Any) -> tuple[Any, Any]:
         if len(state) != len(links):
             raise ValueError(
                 f"A chain's state must have one for each link; got {len(state)} for {len(links)}. Initialise it with "
@@ -135,16 +135,16 @@ def _chained(links: list[optax.GradientTransformation]) -> optax.GradientTransfo
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def average_extra_args(extra_args: dict[str, Any], mean_gradient: Any, axes: tuple[str, ...]) -> dict[str, Any]:
+def average_extra_args(extra_args: dict[str, Any], mean_gradient: PyTree, axes: tuple[str, ...]) -> dict[str, Any]:
     """Turns one worker's arguments of a line search into those of all workers."""
 
-    def mean(tree: Any) -> Any:
+    def mean(tree: PyTree) -> PyTree:
         leaves, treedef = jax.tree.flatten(tree)
         with jax.named_scope(SCOPE):
             return treedef.unflatten(dense_mean(to_varying([jnp.asarray(leaf) for leaf in leaves], axes), axes)[0])
 
     def mean_of(function: Callable[..., Any]) -> Callable[..., Any]:
-        def value_fn(params: Any, *args: Any, **kwargs: Any) -> Any:
+        def value_fn(params: Params, *args: Any, **kwargs: Any) -> Any:
             value = jax.custom_vjp(lambda at: mean(function(at, *args, **kwargs)))
 
             def forward(at: Any) -> Any:
@@ -167,7 +167,7 @@ def average_extra_args(extra_args: dict[str, Any], mean_gradient: Any, axes: tup
 
 
 def _accumulated(composed: optax.GradientTransformationExtraArgs, count: int) -> optax.GradientTransformationExtraArgs:
-    def init(params: Any) -> AccumulatedState:
+    def init(params: Params) -> AccumulatedState:
         inner = composed.init(params)
         if is_placeholder(params):
             return AccumulatedState(_NOT_OF_PARAMS, _NOT_OF_PARAMS, inner, _NOT_OF_PARAMS, count)
@@ -183,7 +183,7 @@ def _accumulated(composed: optax.GradientTransformationExtraArgs, count: int) ->
         return AccumulatedState(step, jnp.zeros((), jnp.int32), inner, rows, count)
 
     def update(
-        updates: Any, state: AccumulatedState, params: Any = None, **extra_args: Any
+        updates: PyTree, state: AccumulatedState, params: Params = None, **extra_args: Any
     ) -> tuple[Any, AccumulatedState]:
         axes = state.acc_grads.axes
         inner = vary_rows(state.inner_opt_state, ())
@@ -199,7 +199,7 @@ def _accumulated(composed: optax.GradientTransformationExtraArgs, count: int) ->
             return out, keep_states_unless(get_exchange(new).metrics.skipped == 0, new, inner)
 
         def wait(total: Any, inner: Any) -> Any:
-            def quiet(node: Any) -> Any:
+            def quiet(node: PyTree) -> Any:
                 return node.replace(metrics=ExchangeMetrics.zeros()) if is_exchange_state(node) else node
 
             return jax.tree.map(zeros_of, kinds), jax.tree.map(quiet, inner, is_leaf=is_exchange_state)
@@ -217,7 +217,7 @@ def _accumulated(composed: optax.GradientTransformationExtraArgs, count: int) ->
 
 
 def _delayed(composed: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
-    def init(params: Any) -> DelayedState:
+    def init(params: Params) -> DelayedState:
         inner = composed.init(params)
         if is_placeholder(params):
             return DelayedState(inner, _NOT_OF_PARAMS)
@@ -233,7 +233,9 @@ def _delayed(composed: optax.GradientTransformationExtraArgs) -> optax.GradientT
         zeros = jax.tree.map(lambda leaf: jnp.zeros((1, *jnp.shape(leaf)), jnp.result_type(leaf)), params)
         return DelayedState(inner, PerWorker(zeros, exchange.method.axes))
 
-    def update(updates: Any, state: DelayedState, params: Any = None, **extra_args: Any) -> tuple[Any, DelayedState]:
+    def update(
+        updates: PyTree, state: DelayedState, params: Params = None, **extra_args: Any
+    ) -> tuple[Any, DelayedState]:
         del extra_args  # it is of this step, the gradients of the previous one
         axes = state.gradients.axes
         before = to_varying(jax.tree.map(lambda row: row[0], state.gradients.rows), axes)
@@ -277,7 +279,7 @@ class SplitChain(NamedTuple):
 
 
 def split_chain(
-    tx: optax.GradientTransformation, params: Any, sizes: tuple[int, ...], axis_name: AxisName
+    tx: optax.GradientTransformation, params: Params, sizes: tuple[int, ...], axis_name: AxisName
 ) -> SplitChain:
     """Splits a chain at its exchange.
 
@@ -327,7 +329,7 @@ def split_chain(
     parts = (links[:place], links[place if is_local else 0 : place + 1], links[place + 1 :])
     before, exchanging, after = (optax.chain(*part) if part else optax.identity() for part in parts)
 
-    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+    def update(updates: PyTree, state: PyTree, params: Params = None, **extra_args: Any) -> tuple[Any, Any]:
         updates, state = optax.with_extra_args_support(after).update(updates, state, params, **extra_args)
         return without_frozen(updates, exchange), state
 

@@ -27,7 +27,7 @@ from jaxcomm.kernels import noise
 from jaxcomm.kernels.numerics import is_finite_tree, promotes
 from jaxcomm.layout import BLOCK, MAX_ELEMENTS, Layout
 from jaxcomm.serialization import has_lost_types, register_with_flax
-from jaxcomm.types import AccumulatedState, DelayedState, ExchangeMetrics, PerWorker, is_per_worker
+from jaxcomm.types import AccumulatedState, DelayedState, ExchangeMetrics, Params, PerWorker, PyTree, is_per_worker
 
 P = ParamSpec("P")
 _INDEX_BITS = 16  # of the number that says of which worker a row is
@@ -72,7 +72,7 @@ class ExchangeState:
     metrics: ExchangeMetrics
     step: jax.Array
     residual: PerWorker | None
-    memory: Any
+    memory: PyTree
     others: Any
     worker: PerWorker | None
     method: "Exchange" = field(metadata={"static": True})
@@ -88,7 +88,7 @@ class Paths:
 
     names: frozenset[str]
 
-    def __call__(self, name: str, leaf: Any) -> bool:
+    def __call__(self, name: str, leaf: PyTree) -> bool:
         """Returns whether a leaf's path is one of them."""
         del leaf
         return name in self.names
@@ -157,17 +157,17 @@ class Packed(NamedTuple):
     ok: jax.Array
 
 
-def zeros_unless(ok: jax.Array, tree: Any) -> Any:
+def zeros_unless(ok: jax.Array, tree: PyTree) -> PyTree:
     """Replaces all leaves by zeros unless `ok` holds."""
     return jax.tree.map(lambda leaf: _select(ok, leaf, jnp.zeros_like(leaf)), tree)
 
 
-def keep_unless(ok: jax.Array, new: Any, old: Any) -> Any:
+def keep_unless(ok: jax.Array, new: PyTree, old: PyTree) -> PyTree:
     """Returns the leaves of the new tree if `ok` holds, else those of the old tree."""
     return jax.tree.map(lambda n, o: _select(ok, n, o), new, old)
 
 
-def _select(ok: jax.Array, new: Any, old: Any) -> jax.Array:
+def _select(ok: jax.Array, new: PyTree, old: PyTree) -> jax.Array:
     """Does `jnp.where`; for arrays of one type without a function call, which counts where there are many arrays."""
     is_one_type = hasattr(new, "dtype") and hasattr(old, "dtype") and (new.shape, new.dtype) == (old.shape, old.dtype)
     return lax.select(ok, new, old) if is_one_type else jnp.where(ok, new, old)
@@ -295,11 +295,11 @@ class Exchange:
 
     # The hooks.
 
-    def plan(self, tree: Any) -> Layout:
+    def plan(self, tree: PyTree) -> Layout:
         """Returns the layout of a gradient's leaves. Static: it depends on shapes alone."""
         raise NotImplementedError
 
-    def start(self, params: Any, layout: Layout) -> Any:
+    def start(self, params: Params, layout: Layout) -> Any:
         """Returns the memory before the first step: arrays, and `PerWorker` where workers differ."""
         del params, layout
         return ()
@@ -338,7 +338,7 @@ class Exchange:
                 f"collective={getattr(self, 'collective', None)!r}, where={self.where!r}. {remedy}."
             )
 
-    def global_model(self, state: ExchangeState, like: Any) -> Any:
+    def global_model(self, state: ExchangeState, like: PyTree) -> PyTree:
         """Returns a local method's model to evaluate, in the shapes and types of the parameters `like`."""
         raise NotImplementedError
 
@@ -365,7 +365,7 @@ class Exchange:
         is_frozen = attributes["others"] == _FROZEN
         self.__dict__.update(attributes | ({"others": optax.set_to_zero()} if is_frozen else {}))
 
-    def init(self, params: Any) -> ExchangeState:
+    def init(self, params: Params) -> ExchangeState:
         """Returns the state of one worker before the first step: rows are (1, ...).
 
         For the placeholder of `optax.tree_map_params` it is the method, one leaf in the place of the whole state, none
@@ -397,7 +397,7 @@ class Exchange:
             check_exchange(second_state, f"others of {self.name}", of_all=False)
         return self.init_chosen(inside).replace(others=second_state)
 
-    def _in_parts(self, tree: Any) -> "Exchange":
+    def _in_parts(self, tree: PyTree) -> "Exchange":
         """Returns the exchange of a part of the tree, with those of the other parts as `others` of each other.
 
         A part has fewer than 2^31 elements. One that has as few is exchanged by the method itself.
@@ -420,13 +420,13 @@ class Exchange:
             method = replace(self, where=Paths(frozenset(names)), others=method.transform())
         return method
 
-    def init_chosen(self, params: Any) -> ExchangeState:
+    def init_chosen(self, params: Params) -> ExchangeState:
         """Does `init` for the leaves that `where` chooses."""
         layout = self.plan(params)
         residual = PerWorker(jnp.zeros((1, layout.n), self.residual_dtype), self.axes) if self.keeps_residual else None
         return self.first_state(self.start(params, layout), residual)
 
-    def first_state(self, memory: Any = (), residual: PerWorker | None = None) -> ExchangeState:
+    def first_state(self, memory: PyTree = (), residual: PerWorker | None = None) -> ExchangeState:
         """Returns the state before the first step."""
         nodes = jax.tree.leaves((memory, residual), is_leaf=lambda node: is_per_worker(node) or is_exchange_state(node))
         register_with_flax(ExchangeState, PerWorker, AccumulatedState, DelayedState)
@@ -435,7 +435,7 @@ class Exchange:
         step = jnp.zeros((), jnp.int32)
         return ExchangeState(ExchangeMetrics.zeros(), step, residual, memory, None, worker, self)
 
-    def update(self, updates: Any, state: ExchangeState, params: Any = None) -> tuple[Any, ExchangeState]:
+    def update(self, updates: PyTree, state: ExchangeState, params: Params = None) -> tuple[Any, ExchangeState]:
         """Exchanges the gradients of one worker; returns their means and the new state."""
         if not isinstance(state, ExchangeState) or type(state.method) is not type(self):
             owner = state.method.name if isinstance(state, ExchangeState) else type(state).__name__
@@ -454,7 +454,7 @@ class Exchange:
             numbered = position + (workers << _INDEX_BITS if workers < 1 << (31 - _INDEX_BITS) else 0)
             return updates, state.replace(worker=self.per_worker(jnp.where(row < 0, numbered, row)))
 
-    def _update(self, updates: Any, state: ExchangeState, params: Any, is_own: Any) -> tuple[Any, ExchangeState]:
+    def _update(self, updates: PyTree, state: ExchangeState, params: Params, is_own: Any) -> tuple[Any, ExchangeState]:
         """Does `update`; all workers skip the exchange unless `is_own` holds on each."""
         if self.where is None:
             return self.update_chosen(self._checked(updates, is_own), state, params)
@@ -487,7 +487,7 @@ class Exchange:
             state = state.replace(metrics=metrics, others=keep_unless(ok, second_state, state.others))
         return join_trees(inside, outside), state
 
-    def update_chosen(self, updates: Any, state: ExchangeState, params: Any) -> tuple[Any, ExchangeState]:
+    def update_chosen(self, updates: PyTree, state: ExchangeState, params: Params) -> tuple[Any, ExchangeState]:
         """Does `update` for the leaves that `where` chooses."""
         layout = self.plan(updates)
         leaves, treedef = jax.tree.flatten(updates)
@@ -504,30 +504,30 @@ class Exchange:
             return residual
         return noise.round_to_bfloat16(residual, noise.make_key(step, lax.axis_index(self.axes)))
 
-    def _checked(self, updates: Any, ok: Any) -> Any:
+    def _checked(self, updates: PyTree, ok: Any) -> Any:
         """Returns updates that differ between workers, with a NaN in them unless `ok` holds."""
         for name in self.axes:
             check_per_worker(updates, name)
         return _nan_unless(ok, updates)
 
-    def per_worker(self, rows: Any, resizing: str = "mean") -> PerWorker:
+    def per_worker(self, rows: PyTree, resizing: str = "mean") -> PerWorker:
         """Marks state as differing between workers."""
         return PerWorker(rows, self.axes, resizing)
 
-    def chooses(self, path: Any, leaf: Any) -> bool:
+    def chooses(self, path: Any, leaf: PyTree) -> bool:
         """Returns whether `where` chooses a leaf, by its path."""
         return self.where is None or is_chosen(self.where, path, leaf)
 
-    def _part(self, tree: Any, is_inside: bool) -> Any:
+    def _part(self, tree: PyTree, is_inside: bool) -> Any:
         """Returns the part of a tree that `where` chooses, or the rest, with empty nodes for all other leaves."""
 
-        def choose(path: Any, leaf: Any) -> Any:
+        def choose(path: Any, leaf: PyTree) -> Any:
             return leaf if self.chooses(path, leaf) == is_inside else optax.MaskedNode()
 
         return jax.tree_util.tree_map_with_path(choose, tree)
 
 
-def _check_shapes(name: str, updates: Any, params: Any) -> None:
+def _check_shapes(name: str, updates: PyTree, params: Params) -> None:
     """Refuses gradients of other shapes than the parameters, if both are given, such as one for each row."""
     if params is None or jax.tree.structure(updates) != jax.tree.structure(params):
         return
@@ -554,7 +554,7 @@ class ExchangeTransformation(optax.GradientTransformation):
         return self.method.transform, ()
 
 
-def is_placeholder(params: Any) -> bool:
+def is_placeholder(params: Params) -> bool:
     """Returns whether these are the placeholder of `optax.tree_map_params`: neither a tensor nor a container."""
     node = jax.tree.structure(params)
     return node.num_leaves == 0 and node.num_nodes == 1 and not isinstance(params, dict | list | tuple | None)
@@ -585,19 +585,19 @@ def transformation(method: Callable[P, Exchange]) -> Callable[P, optax.GradientT
     return factory
 
 
-def exchange_states(state: Any) -> Iterator[ExchangeState]:
+def exchange_states(state: PyTree) -> Iterator[ExchangeState]:
     """Yields the states of the exchanges in an optimizer's state, but not those inside other exchanges."""
     for node in jax.tree.leaves(state, is_leaf=is_exchange_state):
         if isinstance(node, ExchangeState):
             yield node
 
 
-def is_exchange_state(node: Any) -> TypeGuard[ExchangeState]:
+def is_exchange_state(node: PyTree) -> TypeGuard[ExchangeState]:
     """Returns whether a node of a state is that of an exchange."""
     return isinstance(node, ExchangeState)
 
 
-def get_exchange(state: Any) -> ExchangeState:
+def get_exchange(state: PyTree) -> ExchangeState:
     """Returns the state of the one exchange in an optimizer's state.
 
     Raises:
@@ -626,7 +626,7 @@ def lets_bypass(state: ExchangeState) -> bool:
     return any(lets_bypass(inner) for inner in exchange_states(state.others))
 
 
-def bypasses(state: ExchangeState, path: Any, leaf: Any) -> bool:
+def bypasses(state: ExchangeState, path: Any, leaf: PyTree) -> bool:
     """Returns whether a leaf bypasses both an exchange and its `others`."""
     method = state.method
     if method.where is None or method.chooses(path, leaf):
@@ -634,7 +634,7 @@ def bypasses(state: ExchangeState, path: Any, leaf: Any) -> bool:
     return method.others is None or any(bypasses(inner, path, leaf) for inner in exchange_states(state.others))
 
 
-def is_frozen(state: ExchangeState, path: Any, leaf: Any) -> bool:
+def is_frozen(state: ExchangeState, path: Any, leaf: PyTree) -> bool:
     """Returns whether a leaf is frozen: left to `others=optax.set_to_zero()`."""
     method = state.method
     if method.others is None or method.chooses(path, leaf):
@@ -643,18 +643,18 @@ def is_frozen(state: ExchangeState, path: Any, leaf: Any) -> bool:
     return not inner_states or any(is_frozen(inner, path, leaf) for inner in inner_states)
 
 
-def without_frozen(updates: Any, state: ExchangeState) -> Any:
+def without_frozen(updates: PyTree, state: ExchangeState) -> PyTree:
     """Returns updates with zeros for frozen leaves, whatever a weight decay behind the exchange has made of them."""
     if state.method.others is None:
         return updates
 
-    def zero(path: Any, leaf: Any) -> Any:
+    def zero(path: Any, leaf: PyTree) -> Any:
         return jnp.zeros_like(leaf) if is_frozen(state, path, leaf) else leaf
 
     return jax.tree_util.tree_map_with_path(zero, updates)
 
 
-def check_exchange(state: Any, name: str, *, of_all: bool = True) -> ExchangeState:
+def check_exchange(state: PyTree, name: str, *, of_all: bool = True) -> ExchangeState:
     """Returns the state of an exchange that is inside another transformation.
 
     Args:
@@ -710,7 +710,7 @@ def own_row(rows: PerWorker, n: int) -> jax.Array:
     return to_varying(rows.rows, rows.axes)
 
 
-def _check_reduced(tree: Any, axes: tuple[str, ...]) -> None:
+def _check_reduced(tree: PyTree, axes: tuple[str, ...]) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         for name in axes:
             if is_tracked(name) and varies(leaf, name):
@@ -721,7 +721,7 @@ def _check_reduced(tree: Any, axes: tuple[str, ...]) -> None:
                 )
 
 
-def is_chosen(where: Where, path: Any, leaf: Any) -> bool:
+def is_chosen(where: Where, path: Any, leaf: PyTree) -> bool:
     """Returns whether a pattern or a function chooses a leaf, by its path."""
     name = leaf_name(path)
     return re.search(where, name) is not None if isinstance(where, str) else bool(where(name, leaf))
@@ -732,7 +732,7 @@ def leaf_name(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def _nan_unless(ok: Any, gradients: Any) -> Any:
+def _nan_unless(ok: Any, gradients: PyTree) -> PyTree:
     """Puts NaN into the smallest gradient unless `ok` holds, so that all workers skip the exchange."""
     leaves, treedef = jax.tree.flatten(gradients)
     kinds = [(jnp.size(leaf), jnp.result_type(leaf)) for leaf in leaves]
@@ -743,11 +743,11 @@ def _nan_unless(ok: Any, gradients: Any) -> Any:
     return treedef.unflatten(leaves)
 
 
-def is_masked(node: Any) -> TypeGuard[optax.MaskedNode]:
+def is_masked(node: PyTree) -> TypeGuard[optax.MaskedNode]:
     """Returns whether a node of a tree is the placeholder of a leaf that is in another part."""
     return isinstance(node, optax.MaskedNode)
 
 
-def join_trees(first: Any, second: Any) -> Any:
+def join_trees(first: Any, second: Any) -> PyTree:
     """Joins two parts of a tree: leaves that are masked in the first come from the second."""
     return jax.tree.map(lambda a, b: b if is_masked(a) else a, first, second, is_leaf=is_masked)

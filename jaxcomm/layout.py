@@ -21,6 +21,7 @@ from jax import lax
 from jaxcomm.kernels.bits import LANES, WORD, running_sum
 from jaxcomm.kernels.platforms import by_platform
 from jaxcomm.kernels.vectors import end_to_end, split_vector
+from jaxcomm.types import PyTree
 
 # Segments start at multiples of BLOCK, so that a table of one entry per block says which segment a coordinate is in.
 # The padding is zeros, half a block per tensor on average.
@@ -251,7 +252,7 @@ def segment_sum(values: jax.Array, segments: np.ndarray, count: int) -> jax.Arra
 
 
 def plan_layout(
-    tree: Any,
+    tree: PyTree,
     *,
     dense_below: int,
     capacity: Callable[[int], int],

@@ -20,7 +20,7 @@ import optax
 
 from jaxcomm.accounting.jaxpr import inner_jaxpr, inner_jaxprs
 from jaxcomm.exchange import Exchange, ExchangeState, ExchangeTransformation, exchange_states, is_exchange_state
-from jaxcomm.types import AccumulatedState, DelayedState
+from jaxcomm.types import AccumulatedState, DelayedState, Params, PyTree
 
 _SMALL, _LARGE = np.float32(2.0**-13), np.float32(2.0**40)
 _TRIED = 16
@@ -54,7 +54,7 @@ class Effects(NamedTuple):
     stops: frozenset[str]
 
 
-def try_link(link: optax.GradientTransformation, params: Any) -> Effects | None:
+def try_link(link: optax.GradientTransformation, params: Params) -> Effects | None:
     """Tries a link on a tree like the parameters', with 2 elements along each dimension; None if the link fails.
 
     Of more than 16 leaves, 16 are tried for all, to save time.
@@ -67,7 +67,7 @@ def try_link(link: optax.GradientTransformation, params: Any) -> Effects | None:
 
 
 @functools.lru_cache(maxsize=64)  # a chain is checked when it is initialised, and again wherever it is split
-def _try_link(link: optax.GradientTransformation, structure: Any, ndims: tuple[int, ...]) -> Effects | None:
+def _try_link(link: optax.GradientTransformation, structure: PyTree, ndims: tuple[int, ...]) -> Effects | None:
     probed = {round(i) for i in np.linspace(0, len(ndims) - 1, min(len(ndims), _TRIED))}
     for places in (probed, set(range(len(ndims)))):  # all, for a link with a mask of the parameters' structure
         try:  # in a thread of its own, which is in no trace and no mesh: small arrays are not a worker's
@@ -79,7 +79,7 @@ def _try_link(link: optax.GradientTransformation, structure: Any, ndims: tuple[i
 
 
 def _effects(
-    link: optax.GradientTransformation, structure: Any, ndims: tuple[int, ...], tensors: set[int], probed: set[int]
+    link: optax.GradientTransformation, structure: PyTree, ndims: tuple[int, ...], tensors: set[int], probed: set[int]
 ) -> Effects | None:
     """Tries a link on the `tensors` leaves, and returns its effects on those in `probed`."""
     pairs = jax.tree_util.tree_leaves_with_path(structure.unflatten(ndims))
@@ -88,7 +88,7 @@ def _effects(
     shapes = [(2,) * pairs[place][1] for place in places]
     wave = [np.cos(np.arange(np.prod(shape), dtype=np.float32) + i).reshape(shape) for i, shape in enumerate(shapes)]
 
-    def tree(arrays: Any) -> Any:
+    def tree(arrays: PyTree) -> PyTree:
         by_place = dict(zip(places, arrays, strict=True))
         return structure.unflatten([by_place.get(place, optax.MaskedNode()) for place in range(len(pairs))])
 
@@ -199,7 +199,7 @@ def _calls_host(jaxpr: Any) -> bool:
     return any("callback" in eqn.primitive.name or any(map(_calls_host, inner_jaxprs(eqn.params))) for eqn in equations)
 
 
-def check_chain(tx: optax.GradientTransformation, state: Any, params: Any) -> list[str]:
+def check_chain(tx: optax.GradientTransformation, state: PyTree, params: Params) -> list[str]:
     """Checks the order of the transformations around an exchange.
 
     A gradient exchange takes each worker's gradient and returns the mean; the optimizer comes after it. A local
@@ -267,7 +267,7 @@ def check_chain(tx: optax.GradientTransformation, state: Any, params: Any) -> li
     return list(dict.fromkeys(warned))
 
 
-def _with_states(tx: Any, state: Any) -> tuple[list[Any], list[Any]]:
+def _with_states(tx: Any, state: PyTree) -> tuple[list[Any], list[Any]]:
     """Returns the links of a `jaxcomm.chain`, or of an `optax.chain`, whose functions hold them, and their states.
 
     Chains that have an exchange inside an `optax.chain` are taken apart, too.
@@ -292,7 +292,7 @@ def _with_states(tx: Any, state: Any) -> tuple[list[Any], list[Any]]:
     return links, states
 
 
-def check_descent(tx: optax.GradientTransformation, state: Any, params: Any) -> None:
+def check_descent(tx: optax.GradientTransformation, state: PyTree, params: Params) -> None:
     """Checks that a step which applies updates gets descent steps from a gradient exchange.
 
     A loop of one's own may apply the mean gradient by itself, so `check_chain` does not ask for a learning rate.
@@ -322,7 +322,7 @@ def check_descent(tx: optax.GradientTransformation, state: Any, params: Any) -> 
         )
 
 
-def check_states(tree: Any) -> list[str]:
+def check_states(tree: PyTree) -> list[str]:
     """Checks the chains whose states are somewhere in a tree, by these states alone, as `check_chain` does.
 
     A tuple with the state of an exchange counts as that of a chain if all others in it are of Optax's transformations.
@@ -336,7 +336,7 @@ def check_states(tree: Any) -> list[str]:
     return [message for state in _chains(tree) for message in check_chain(optax.identity(), state, None)]
 
 
-def check_frozen(tree: Any) -> list[str]:
+def check_frozen(tree: PyTree) -> list[str]:
     """Returns a warning for each exchange that freezes leaves, of chains of Optax whose states are in a tree."""
 
     def freezes(state: ExchangeState) -> bool:
@@ -351,10 +351,10 @@ def check_frozen(tree: Any) -> list[str]:
     ]
 
 
-def _chains(tree: Any) -> list[Any]:
+def _chains(tree: PyTree) -> list[Any]:
     """Returns the states in a tree that are those of chains with an exchange."""
 
-    def is_chain(node: Any) -> bool:
+    def is_chain(node: PyTree) -> bool:
         if type(node) is not tuple or not any(map(is_exchange_state, node)):
             return False
         links = [state for state in _flat(node) if not is_exchange_state(state)]
@@ -391,7 +391,7 @@ def _check_states(exchange: ExchangeState, before: list[Any], after: list[Any]) 
     return warned
 
 
-def _is_key(leaf: Any) -> bool:
+def _is_key(leaf: PyTree) -> bool:
     is_raw = leaf.dtype == jnp.uint32 and leaf.shape[-1:] in ((2,), (4,))
     return is_raw or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
@@ -482,7 +482,7 @@ def has_error_feedback(exchange: ExchangeState) -> bool:
     return any(method.has_error_feedback for method in methods_in(exchange))
 
 
-def _flat(state: Any) -> Iterator[Any]:
+def _flat(state: PyTree) -> Iterator[Any]:
     """Yields the states of the links of nested chains, in order.
 
     A wrapper that passes every update through the chain in it, and keeps nothing of gradients itself, counts as it.
@@ -496,5 +496,5 @@ def _flat(state: Any) -> Iterator[Any]:
         yield state
 
 
-def _is_optax(node: Any) -> bool:
+def _is_optax(node: PyTree) -> bool:
     return isinstance(node, dict) or type(node).__module__.partition(".")[0] == "optax"

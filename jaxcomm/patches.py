@@ -22,6 +22,7 @@ from jaxcomm.codecs.indices import INDEX_CODECS, choose_index_codec
 from jaxcomm.collectives.messages import fuse, split_words
 from jaxcomm.layout import Layout
 from jaxcomm.selectors.selection import compact
+from jaxcomm.types import PyTree
 
 _MAGIC = b"jcp2"  # the last character is the version
 _HEADER = struct.Struct("<4sI12s8s8s8s")  # magic, CRC of what follows, dtype, tree, digests of old and new
@@ -30,7 +31,7 @@ _CODECS = tuple(INDEX_CODECS.values())
 _LENGTH = 1 << 30  # elements of a part of the weights: positions are below 2^31
 
 
-def pack_patch(old: Any, new: Any, dtype: Any = jnp.bfloat16) -> bytes:
+def pack_patch(old: PyTree, new: PyTree, dtype: Any = jnp.bfloat16) -> bytes:
     """Packs the difference between old and new weights: exactly those whose bits differ in a type.
 
     `apply_patch(old, pack_patch(old, new))` has the bits of `new`, cast to the type, including negative zeros and NaNs.
@@ -64,7 +65,7 @@ def pack_patch(old: Any, new: Any, dtype: Any = jnp.bfloat16) -> bytes:
     return _MAGIC + struct.pack("<I", zlib.crc32(content)) + content
 
 
-def apply_patch(old: Any, patch: bytes) -> Any:
+def apply_patch(old: PyTree, patch: bytes) -> Any:
     """Returns the new weights, from the old ones and a patch.
 
     Args:
@@ -104,7 +105,7 @@ def apply_patch(old: Any, patch: bytes) -> Any:
     )
 
 
-def _bits(tree: Any, dtype: Any) -> np.ndarray:
+def _bits(tree: PyTree, dtype: Any) -> np.ndarray:
     """Returns a new array of the bits of all weights, cast: (n,) uint16 or uint32."""
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
     kinds = {leaf.dtype.name for leaf in leaves if not jnp.issubdtype(leaf.dtype, jnp.floating)}
@@ -114,7 +115,7 @@ def _bits(tree: Any, dtype: Any) -> np.ndarray:
     return np.concatenate([leaf.astype(dtype, copy=False).reshape(-1).view(unsigned) for leaf in leaves])
 
 
-def _fingerprint(tree: Any) -> bytes:
+def _fingerprint(tree: PyTree) -> bytes:
     """Returns 8 bytes of the tree and the shapes."""
     shapes = [(jax.tree_util.keystr(path), np.shape(leaf)) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
     return hashlib.blake2b(repr(shapes).encode(), digest_size=8).digest()

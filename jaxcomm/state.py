@@ -27,7 +27,16 @@ from jaxcomm.exchange import (
 )
 from jaxcomm.kernels.numerics import widened
 from jaxcomm.serialization import has_lost_types
-from jaxcomm.types import AccumulatedState, DelayedState, ExchangeMetrics, PerWorker, is_per_worker, join_parts
+from jaxcomm.types import (
+    AccumulatedState,
+    DelayedState,
+    ExchangeMetrics,
+    Params,
+    PerWorker,
+    PyTree,
+    is_per_worker,
+    join_parts,
+)
 
 
 class TrainState(NamedTuple):
@@ -42,13 +51,13 @@ class TrainState(NamedTuple):
         each worker, floats alone, with a local method that does not exchange in every step. Empty for most models.
     """
 
-    params: Any
-    opt_state: Any
+    params: Params
+    opt_state: PyTree
     step: jax.Array
-    model_state: Any = ()
+    model_state: PyTree = ()
 
 
-def state_specs(state: Any) -> Any:
+def state_specs(state: PyTree) -> PyTree:
     """Returns the PartitionSpec of every leaf: rows of workers over their axes, the rest replicated.
 
     Args:
@@ -67,14 +76,14 @@ def state_specs(state: Any) -> Any:
             "state of tx.init."
         )
 
-    def spec(node: Any) -> Any:
+    def spec(node: PyTree) -> Any:
         rows = P(node.axes[0] if len(node.axes) == 1 else node.axes) if is_per_worker(node) else P()
         return jax.tree.map(lambda _: rows, node)
 
     return jax.tree.map(spec, state, is_leaf=is_per_worker)
 
 
-def check_rows(state: Any, workers: int) -> None:
+def check_rows(state: PyTree, workers: int) -> None:
     """Refuses a state whose rows are on other workers than their own, as far as this process can read them.
 
     Args:
@@ -109,7 +118,7 @@ def check_rows(state: Any, workers: int) -> None:
                 )
 
 
-def communication_period(state: Any) -> int | None:
+def communication_period(state: PyTree) -> int | None:
     """Finds how many steps a local method takes between two exchanges.
 
     Args:
@@ -121,7 +130,7 @@ def communication_period(state: Any) -> int | None:
     return next((exchange.method.period for exchange in exchange_states(state)), None)
 
 
-def works_alone(state: Any, model_state: Any = ()) -> bool:
+def works_alone(state: PyTree, model_state: PyTree = ()) -> bool:
     """Returns whether the state is of a local method, or of a chain that accumulates, without an exchange in each step.
 
     In the other steps no worker waits for another, so their scalars are their own, and a local method's model states.
@@ -131,7 +140,7 @@ def works_alone(state: Any, model_state: Any = ()) -> bool:
     return exchange_interval(state) > 1 and not is_replicated
 
 
-def exchange_interval(state: Any) -> int:
+def exchange_interval(state: PyTree) -> int:
     """Finds the steps from one exchange to the next, of a local method or of a chain that accumulates; else 1.
 
     Args:
@@ -141,7 +150,7 @@ def exchange_interval(state: Any) -> int:
     return next((node.every for node in nodes if isinstance(node, AccumulatedState)), communication_period(state) or 1)
 
 
-def exchange_turns(state: Any) -> int:
+def exchange_turns(state: PyTree) -> int:
     """Finds how many exchanges a local method takes to exchange all parameters once; 1 for other methods."""
     return next((exchange.method.turns for exchange in exchange_states(state)), 1)
 
@@ -157,20 +166,25 @@ def applies_step(metrics: ExchangeMetrics, reverts_on_skip: bool) -> jax.Array:
     return ok if reverts_on_skip else jnp.asarray(True)
 
 
-def keep_states_unless(ok: jax.Array, new: Any, old: Any) -> Any:
+def keep_states_unless(ok: jax.Array, new: PyTree, old: PyTree) -> PyTree:
     """Returns the new state if `ok`, else the old one; states of exchanges, and of chains around them, are always new.
 
     These have already kept what they must.
     """
 
-    def is_kept(node: Any) -> bool:
+    def is_kept(node: PyTree) -> bool:
         return is_exchange_state(node) or isinstance(node, AccumulatedState | DelayedState)
 
     return jax.tree.map(lambda n, o: n if is_kept(n) else keep_unless(ok, n, o), new, old, is_leaf=is_kept)
 
 
 def update_with(
-    tx: optax.GradientTransformation, gradients: Any, state: Any, params: Any, value: Any, value_fn: Callable[..., Any]
+    tx: optax.GradientTransformation,
+    gradients: PyTree,
+    state: PyTree,
+    params: Params,
+    value: Any,
+    value_fn: Callable[..., Any],
 ) -> tuple[Any, Any]:
     """Calls `tx.update` with the further arguments of a line search and of `reduce_on_plateau`.
 
@@ -197,7 +211,7 @@ def update_with(
 
 
 def update_with_more(
-    tx: optax.GradientTransformation, updates: Any, state: Any, params: Any, extra_args: dict[str, Any]
+    tx: optax.GradientTransformation, updates: PyTree, state: PyTree, params: Params, extra_args: dict[str, Any]
 ) -> tuple[Any, Any]:
     """Calls `tx.update` with further arguments, or without them if it only says that it takes any (PSGD's Kron)."""
 
@@ -213,12 +227,12 @@ def update_with_more(
     return tx.update(updates, state, params)
 
 
-def trained(params: Any) -> Any:
+def trained(params: Params) -> PyTree:
     """Returns the parameters that have gradients: the tree with None in place of integers, booleans and keys."""
     return jax.tree.map(lambda leaf: leaf if is_trained(leaf) else None, params)
 
 
-def is_trained(leaf: Any) -> bool:
+def is_trained(leaf: PyTree) -> bool:
     """Returns whether a parameter has a gradient; refuses what is no array."""
     try:
         dtype = jnp.result_type(leaf)
@@ -231,14 +245,14 @@ def is_trained(leaf: Any) -> bool:
     return not (is_key or dtype == jnp.bool_ or jnp.issubdtype(dtype, jnp.integer))
 
 
-def with_untrained(trained_params: Any, params: Any) -> Any:
+def with_untrained(trained_params: Params, params: Params) -> PyTree:
     """Returns trained parameters together with the untrained ones of `params`; the inverse of `trained`."""
     return jax.tree.map(
         lambda new, old: old if new is None else new, trained_params, params, is_leaf=lambda leaf: leaf is None
     )
 
 
-def exchange_metrics(state: Any) -> ExchangeMetrics | None:
+def exchange_metrics(state: PyTree) -> ExchangeMetrics | None:
     """Finds the metrics of the exchange in an optimizer's state.
 
     Args:
@@ -249,14 +263,14 @@ def exchange_metrics(state: Any) -> ExchangeMetrics | None:
       exchange of this library.
     """
 
-    def is_found(node: Any) -> bool:
+    def is_found(node: PyTree) -> bool:
         return isinstance(node, ExchangeMetrics | ExchangeState)
 
     first_node = next((node for node in jax.tree.leaves(state, is_leaf=is_found) if is_found(node)), None)
     return first_node.metrics if isinstance(first_node, ExchangeState) else first_node
 
 
-def bypassing(state: Any, tree: Any) -> frozenset[str]:
+def bypassing(state: PyTree, tree: PyTree) -> frozenset[str]:
     """Returns the paths of the leaves whose gradients bypass the exchange, as `jax.tree_util.keystr` writes them.
 
     Args:
@@ -272,7 +286,7 @@ def bypassing(state: Any, tree: Any) -> frozenset[str]:
     )
 
 
-def vary_exchanged(tree: Any, state: Any, axis_name: AxisName) -> Any:
+def vary_exchanged(tree: PyTree, state: PyTree, axis_name: AxisName) -> PyTree:
     """Marks parameters as varying between workers, except those whose gradients bypass the exchange. Moves no bytes.
 
     Args:
@@ -288,24 +302,24 @@ def vary_exchanged(tree: Any, state: Any, axis_name: AxisName) -> Any:
     return jax.tree_util.tree_map_with_path(vary, tree)
 
 
-def vary_rows(state: Any, extra_axes: tuple[str, ...]) -> Any:
+def vary_rows(state: PyTree, extra_axes: tuple[str, ...]) -> PyTree:
     """Marks as varying what may differ in a state, since the branches of a conditional must agree on it.
 
     Rows differ along their axes, and everything along `extra_axes`, the axes of sharded parameters.
     """
 
-    def vary(node: Any) -> Any:
+    def vary(node: PyTree) -> PyTree:
         return to_varying(node, (*node.axes, *extra_axes) if is_per_worker(node) else extra_axes)
 
     return jax.tree.map(vary, state, is_leaf=is_per_worker)
 
 
-def is_averaged(leaf: Any) -> bool:
+def is_averaged(leaf: PyTree) -> bool:
     """Returns whether a leaf of a model's state is averaged over the workers: floats are, counters and keys are not."""
     return jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
 
 
-def check_model_state(model_state: Any, *, takes_counts: bool = False) -> None:
+def check_model_state(model_state: PyTree, *, takes_counts: bool = False) -> None:
     """Refuses a model's state that cannot be averaged over the workers.
 
     Args:
@@ -346,10 +360,10 @@ def make_local(state: TrainState, axis_name: AxisName) -> TrainState:
         return state
     axes = axis_names(axis_name)
 
-    def is_kept(node: Any) -> bool:
+    def is_kept(node: PyTree) -> bool:
         return is_exchange_state(node) or is_per_worker(node)
 
-    def row(node: Any) -> Any:
+    def row(node: PyTree) -> PyTree:
         return node if is_kept(node) else PerWorker(node[None], axes, is_local=True)
 
     opt_state, model_state = jax.tree.map(row, (state.opt_state, state.model_state), is_leaf=is_kept)
@@ -358,10 +372,10 @@ def make_local(state: TrainState, axis_name: AxisName) -> TrainState:
     return state._replace(params=params, opt_state=opt_state, model_state=model_state)
 
 
-def mean_model_state(model_state: Any, axis: int = 0) -> Any:
+def mean_model_state(model_state: PyTree, axis: int = 0) -> PyTree:
     """Returns a model's state with the mean over the workers in place of rows, which a local method has."""
 
-    def mean(node: Any) -> Any:
+    def mean(node: PyTree) -> PyTree:
         if not (is_per_worker(node) and node.is_local):
             return node
         return jax.tree.map(lambda rows: widened(rows).mean(axis).astype(rows.dtype), node.rows)
@@ -372,14 +386,14 @@ def mean_model_state(model_state: Any, axis: int = 0) -> Any:
 def without_rows(state: TrainState) -> TrainState:
     """Returns the state with a local worker's own arrays, without the row dimension; the inverse of `make_local`."""
 
-    def first_row(node: Any) -> Any:
+    def first_row(node: PyTree) -> PyTree:
         is_row = is_per_worker(node) and node.is_local
         return jax.tree.map(lambda row: row[0], node.rows) if is_row else node
 
     return jax.tree.map(first_row, state, is_leaf=is_per_worker)
 
 
-def global_params(state: TrainState) -> Any:
+def global_params(state: TrainState) -> Params:
     """Returns the model to evaluate and to save: one set of parameters.
 
     For a method that exchanges gradients these are the parameters themselves. The workers of a local method have their
@@ -401,7 +415,7 @@ def global_params(state: TrainState) -> Any:
     return with_untrained(exchange.method.global_model(exchange, trained(like)), like)
 
 
-def resize_workers(state: Any, workers: int) -> Any:
+def resize_workers(state: PyTree, workers: int) -> PyTree:
     """Changes the number of rows of every `PerWorker` array, and keeps the mean over the rows.
 
     A residual is a gradient that was not applied yet, and reaches the parameters divided by the number of workers. So
@@ -445,10 +459,10 @@ def resize_workers(state: Any, workers: int) -> Any:
             node, rows=jax.tree.map(lambda rows: _FOLDS[node.resizing](rows, shards[sharded], new), node.rows)
         )
 
-    def walk(tree: Any, axes: tuple[str, ...] | None) -> Any:
+    def walk(tree: PyTree, axes: tuple[str, ...] | None) -> Any:
         """Resizes a tree, from the state of an exchange over these axes; None for a tree outside of any exchange."""
 
-        def resize(node: Any) -> Any:
+        def resize(node: PyTree) -> PyTree:
             if is_per_worker(node):
                 return fold(node, node.axes if axes is None else axes)
             if not isinstance(node, ExchangeState):
@@ -468,7 +482,7 @@ def resize_workers(state: Any, workers: int) -> Any:
     return walk(state, None)
 
 
-def _mean(rows: Any, shards: int, new: int) -> np.ndarray:
+def _mean(rows: PyTree, shards: int, new: int) -> np.ndarray:
     """Averages rows (K * shards, ...), workers first, to (new * shards, ...): every shard keeps its mean."""
     rows = np.asarray(rows)
     old = len(rows) // shards
@@ -477,7 +491,7 @@ def _mean(rows: Any, shards: int, new: int) -> np.ndarray:
     return flat.astype(rows.dtype).reshape(new * shards, *rows.shape[1:])
 
 
-def _parts(rows: Any, shards: int, new: int) -> np.ndarray:
+def _parts(rows: PyTree, shards: int, new: int) -> np.ndarray:
     """Joins each shard's vector, of which every row holds its worker's part, and gives it to all new rows."""
     rows = np.asarray(rows).reshape(-1, shards, np.shape(rows)[-1])
     rows_of_shard = [np.asarray(join_parts(rows[:, shard])) for shard in range(shards)]
@@ -495,7 +509,7 @@ def _overlap(old: int, new: int) -> np.ndarray:
     return np.maximum(high - low, 0) * new
 
 
-def check_aliases(params: Any) -> None:
+def check_aliases(params: Params) -> None:
     """Refuses an array at two places of the parameters, whose copies would be trained apart.
 
     Raises:

@@ -25,7 +25,7 @@ from jaxcomm.exchange import axis_name_of, get_exchange
 from jaxcomm.kernels.numerics import wide_type
 from jaxcomm.state import exchange_interval, exchange_turns, trained, update_with, vary_exchanged
 from jaxcomm.traffic import Program, Traffic, count_bytes
-from jaxcomm.types import is_per_worker
+from jaxcomm.types import Params, PyTree, is_per_worker
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class PipelineReport:
 
 def wire_report(
     tx: optax.GradientTransformation,
-    params: Any,
+    params: Params,
     workers: int | tuple[int, ...],
     *,
     beside: Sequence[Traffic] = (),
@@ -198,7 +198,7 @@ def wire_report(
     return exchange_report(tx, params, workers, beside, axis_name, takes_statistics=False)
 
 
-def trained_shapes(params: Any, *, takes_statistics: bool = False) -> Any:
+def trained_shapes(params: Params, *, takes_statistics: bool = False) -> Any:
     """Returns the shapes of the parameters that have gradients.
 
     Args:
@@ -209,7 +209,7 @@ def trained_shapes(params: Any, *, takes_statistics: bool = False) -> Any:
       ValueError: for leaves that are no arrays, and for statistics that are not taken.
     """
 
-    def is_statistic(node: Any) -> bool:
+    def is_statistic(node: PyTree) -> bool:
         return type(node).__name__ == "BatchStat" and not takes_statistics
 
     for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_statistic):
@@ -226,7 +226,7 @@ def trained_shapes(params: Any, *, takes_statistics: bool = False) -> Any:
 
 def exchange_report(
     tx: optax.GradientTransformation,
-    params: Any,
+    params: Params,
     workers: int | tuple[int, ...],
     layer_traffic: Sequence[Traffic],
     axis_name: AxisName | None,
@@ -242,7 +242,7 @@ def exchange_report(
     mesh = abstract_mesh(dict(zip(axis_names(axis_name), sizes, strict=True)), kind)
     interval = turns = 1
 
-    def worker(gradients: Any, params: Any) -> Any:
+    def worker(gradients: PyTree, params: Params) -> Any:
         nonlocal interval, turns
         state = tx.init(params)
         get_exchange(state)
@@ -259,7 +259,7 @@ def exchange_report(
     return WireReport(math.prod(sizes), n, program, interval, turns=turns)
 
 
-def step_report(step: Any, *args: Any, params: Any, workers: int) -> WireReport:
+def step_report(step: Any, *args: Any, params: Params, workers: int) -> WireReport:
     """Predicts the bytes of a whole step, its losses and metrics included, by tracing it.
 
     Args:
@@ -277,7 +277,7 @@ def verify(
     step: Any,
     *args: Any,
     tx: optax.GradientTransformation,
-    params: Any,
+    params: Params,
     workers: int | tuple[int, ...],
     other_bytes: int = 256,
     beside: Sequence[Traffic] = (),

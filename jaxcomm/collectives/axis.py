@@ -18,6 +18,7 @@ from jax import lax
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 from jaxcomm.checks import check_count
+from jaxcomm.types import PyTree
 
 AxisName = str | tuple[str, ...]  # the workers may be along several axes of a mesh
 
@@ -146,13 +147,13 @@ def is_tracked(axis_name: str) -> bool:
     return varies(lax.axis_index(axis_name), axis_name)
 
 
-def to_varying(tree: Any, axis_name: AxisName) -> Any:
+def to_varying(tree: PyTree, axis_name: AxisName) -> Any:
     """Marks replicated values as differing between workers, so that `jax.grad` with respect to them stays local.
 
     Moves no bytes. Values that already differ are left as they are, as is everything where nothing is tracked.
     """
 
-    def vary(value: Any) -> Any:
+    def vary(value: Any) -> PyTree:
         for name in axis_names(axis_name):
             if is_tracked(name) and not varies(value, name):
                 value = lax.pcast(value, name, to="varying")
@@ -180,7 +181,7 @@ def zeros_of(kind: jax.ShapeDtypeStruct) -> jax.Array:
     return lax.pcast(zeros, names, to="varying") if names else zeros
 
 
-def check_per_worker(gradients: Any, axis_name: str) -> None:
+def check_per_worker(gradients: PyTree, axis_name: str) -> None:
     """Refuses gradients that are already reduced.
 
     Inside `jax.shard_map`, `jax.grad` with respect to replicated parameters already inserts the dense all-reduce. A

@@ -47,6 +47,7 @@ from jaxcomm.steps.replication import LINEAR, OTHER, Axes, by_scope, naming_axes
 from jaxcomm.steps.shard_map import shard_map
 from jaxcomm.steps.sharding import spec_axes
 from jaxcomm.traffic import Program
+from jaxcomm.types import PyTree
 
 
 class DataParallel:
@@ -57,7 +58,7 @@ class DataParallel:
         step: Callable[..., Any],
         mesh: Mesh,
         batch: Sequence[int | str],
-        batch_axis: Any,
+        batch_axis: PyTree,
         patterns: dict[str, str | None],
         static: Sequence[int | str],
         rng: str | None,
@@ -97,7 +98,7 @@ class DataParallel:
         return nnx.split_states(out.returned)
 
     @on_step_mesh
-    def place(self, state: Any) -> Any:
+    def place(self, state: PyTree) -> PyTree:
         """Gives a state that is fresh from `tx.init` a row for each worker, and places it on the mesh.
 
         A call of the step does this itself. Call it for the carry of a `jax.lax.scan`, and for the target that a
@@ -185,7 +186,7 @@ class DataParallel:
         """Returns the name of a positional argument."""
         return self._names[place] if place < len(self._names) else f"args[{place}]"
 
-    def _workers(self, state: Any) -> tuple[tuple[str, ...], int]:
+    def _workers(self, state: PyTree) -> tuple[tuple[str, ...], int]:
         """Returns the axes of workers and their number.
 
         Raises:
@@ -218,7 +219,7 @@ class DataParallel:
         check_axis(self.mesh, axes)
         return axes, math.prod(self.mesh.shape[name] for name in axes)
 
-    def _state_specs(self, state: Any) -> list[P]:
+    def _state_specs(self, state: PyTree) -> list[P]:
         """Returns the PartitionSpec of every leaf of the arguments that are not batches."""
         specs, rows = leaf_specs(state), self._said["rows"]
         if rows is None:
@@ -499,7 +500,7 @@ class DataParallel:
 class _Stage:
     """A lowered or compiled step, with JAX's methods; the compiled one takes the step's own arguments."""
 
-    def __init__(self, stage: Any, call: Callable[..., Any]):
+    def __init__(self, stage: PyTree, call: Callable[..., Any]):
         self._stage, self._call = stage, call
 
     def __getattr__(self, name: str) -> Any:
@@ -519,7 +520,7 @@ def data_parallel(
     mesh: Mesh,
     *,
     batch: int | str | Sequence[int | str] = 1,
-    batch_axis: Any = 0,
+    batch_axis: PyTree = 0,
     mean: str | None = None,
     sum: str | None = None,
     max: str | None = None,

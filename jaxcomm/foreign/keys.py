@@ -6,8 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxcomm.types import PyTree
 
-def is_key(leaf: Any) -> bool:
+
+def is_key(leaf: PyTree) -> bool:
     """Returns whether a leaf is a single random key: a typed one, or two uint32 words."""
     dtype, shape = jnp.result_type(leaf), jnp.shape(leaf)
     return (jnp.issubdtype(dtype, jax.dtypes.prng_key) and shape == ()) or (dtype == jnp.uint32 and shape == (2,))
@@ -43,7 +45,7 @@ def shared_keys(pairs: dict[str, tuple[Any, Any]], names: list[str], out: list[A
       out: the outputs.
     """
 
-    def shared(name: str, leaf: Any) -> Any:
+    def shared(name: str, leaf: PyTree) -> PyTree:
         if name not in pairs or not is_key(leaf):
             return leaf
         key, worker_key = pairs[name]

@@ -11,28 +11,29 @@ from typing import Any
 import jax
 
 from jaxcomm.exchange import leaf_name
+from jaxcomm.types import PyTree
 
 
 def _nnx() -> Any:
     return sys.modules.get("flax.nnx")
 
 
-def is_object(node: Any) -> bool:
+def is_object(node: PyTree) -> bool:
     """Returns whether a node of a tree is a module, an optimizer or a metric of NNX."""
     nnx = _nnx()
     return nnx is not None and isinstance(node, nnx.Pytree)
 
 
-def has_objects(tree: Any) -> bool:
+def has_objects(tree: PyTree) -> bool:
     """Returns whether a tree contains an NNX object."""
     return any(is_object(node) for node in jax.tree.leaves(tree, is_leaf=is_object))
 
 
-def names(tree: Any) -> list[str]:
+def names(tree: PyTree) -> list[str]:
     """Returns the paths of all leaves; that of a variable ends in its type: "model/bn/mean:BatchStat"."""
     nnx = _nnx()
 
-    def is_variable(node: Any) -> bool:
+    def is_variable(node: PyTree) -> bool:
         return nnx is not None and isinstance(node, nnx.Variable)
 
     leaf_names: list[str] = []
@@ -47,7 +48,7 @@ def is_spread(name: str) -> bool:
     return name.rpartition("/")[2] == "m2:MetricState"
 
 
-def update(old: Any, new: Any) -> None:
+def update(old: PyTree, new: PyTree) -> None:
     """Copies the values of new objects into old ones of the same structure."""
     nnx = _nnx()
     for ours, theirs in zip(
@@ -57,7 +58,7 @@ def update(old: Any, new: Any) -> None:
             nnx.update(ours, nnx.state(theirs))
 
 
-def sharing(tree: Any) -> Any:
+def sharing(tree: PyTree) -> Any:
     """Finds which variables the objects of a tree share, for `shared`; None if they share none, as in most models.
 
     Raises:
@@ -75,7 +76,7 @@ def sharing(tree: Any) -> Any:
     return graph, tuple(path for path, _ in nnx.to_flat_state(state))
 
 
-def shared(tree: Any, shared_variables: Any) -> Any:
+def shared(tree: PyTree, shared_variables: Any) -> PyTree:
     """Makes the objects of an unflattened tree share the variables that `sharing` found."""
     if shared_variables is None:
         return tree
@@ -96,11 +97,11 @@ class Merged:
         return _nnx().split(self.objects)[1]
 
 
-def merge_states(tree: Any, graph: Any) -> Any:
+def merge_states(tree: PyTree, graph: Any) -> Any:
     """Replaces every `nnx.State` of a graph in a tree by its objects; without a graph, changes nothing."""
     nnx = _nnx()
 
-    def merge(node: Any) -> Any:
+    def merge(node: PyTree) -> PyTree:
         if not isinstance(node, nnx.State):
             return node
         try:
@@ -117,13 +118,13 @@ def is_changed(arg: Any) -> bool:
     return any(is_object(node) for node in nodes)
 
 
-def split_states(tree: Any) -> Any:
+def split_states(tree: PyTree) -> Any:
     """Inverts `merge_states`; leaves objects as they are."""
 
-    def is_merged(node: Any) -> bool:
+    def is_merged(node: PyTree) -> bool:
         return isinstance(node, Merged)
 
-    def is_whole(node: Any) -> bool:
+    def is_whole(node: PyTree) -> bool:
         return is_merged(node) or is_object(node)
 
     if _nnx() is None:
@@ -131,7 +132,7 @@ def split_states(tree: Any) -> Any:
     return jax.tree.map(lambda node: node.state() if is_merged(node) else node, tree, is_leaf=is_whole)
 
 
-def graph_in(tree: Any) -> Any:
+def graph_in(tree: PyTree) -> Any:
     """Returns the first `nnx.GraphDef` in a tree, or None."""
     nnx = _nnx()
     if nnx is None:
@@ -139,5 +140,5 @@ def graph_in(tree: Any) -> Any:
     return next((node for node in jax.tree.leaves(tree, is_leaf=_is_graph) if _is_graph(node)), None)
 
 
-def _is_graph(node: Any) -> bool:
+def _is_graph(node: PyTree) -> bool:
     return isinstance(node, _nnx().GraphDef)

@@ -12,10 +12,10 @@ from jax.sharding import PartitionSpec as P
 
 from jaxcomm.exchange import exchange_states, is_exchange_state
 from jaxcomm.foreign.keys import is_key
-from jaxcomm.types import AccumulatedState, DelayedState, is_per_worker
+from jaxcomm.types import AccumulatedState, DelayedState, PyTree, is_per_worker
 
 
-def kind_of(node: Any) -> Any:
+def kind_of(node: PyTree) -> Any:
     """Returns the structure and the shapes of a tree, None for a bare scalar."""
     if not is_array(node):
         shapes = tuple(jnp.shape(leaf) if is_array(leaf) else None for leaf in jax.tree.leaves(node))
@@ -43,7 +43,7 @@ class Packed:
     sharing: Any = field(default=None, metadata={"static": True})  # see `nnx.sharing`
 
     @classmethod
-    def of(cls, tree: Any, sharing: Any = None) -> "Packed":
+    def of(cls, tree: PyTree, sharing: Any = None) -> "Packed":
         """Packs a tree."""
         leaves, treedef = jax.tree.flatten(tree)
         statics = tuple(None if is_traced else leaf for leaf, is_traced in zip(leaves, _traced(tree), strict=True))
@@ -54,7 +54,7 @@ class Packed:
         """Returns this tree with other arrays, still packed."""
         return replace(self, arrays=arrays)
 
-    def tree(self, arrays: Iterable[Any] | None = None) -> Any:
+    def tree(self, arrays: Iterable[Any] | None = None) -> PyTree:
         """Returns the tree, with other arrays if they are given."""
         dynamic = iter(self.arrays if arrays is None else arrays)
         return self.treedef.unflatten([next(dynamic) if static is None else static for static in self.others])
@@ -64,16 +64,16 @@ class Packed:
         return [leaf for leaf, static in zip(of_leaves, self.others, strict=True) if static is None]
 
 
-def is_array(leaf: Any) -> bool:
+def is_array(leaf: PyTree) -> bool:
     """Returns whether a leaf is an array or a number of Python's."""
     return isinstance(leaf, bool | int | float | complex) or (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
 
 
-def _traced(tree: Any) -> list[bool]:
+def _traced(tree: PyTree) -> list[bool]:
     """Returns, for every leaf of a tree, whether it is traced. A Python number in an Equinox module is static."""
     equinox = sys.modules.get("equinox")
 
-    def is_module(node: Any) -> bool:
+    def is_module(node: PyTree) -> bool:
         return equinox is not None and isinstance(node, equinox.Module)
 
     flags: list[bool] = []
@@ -82,18 +82,18 @@ def _traced(tree: Any) -> list[bool]:
     return flags
 
 
-def _is_owner(node: Any) -> bool:
+def _is_owner(node: PyTree) -> bool:
     """Returns whether a node is a `PerWorker`, or the state of an exchange or of a chain around it, which has some."""
     return is_per_worker(node) or is_exchange_state(node) or isinstance(node, AccumulatedState | DelayedState)
 
 
-def _members(node: Any) -> int:
+def _members(node: PyTree) -> int:
     """Returns the axes of `jax.vmap` in front of the rows of a node: of models with a state each, as in an ensemble."""
     exchange = next(exchange_states(node), None)
     return 0 if exchange is None else jnp.ndim(jax.tree.leaves(exchange.step)[0])
 
 
-def leaf_specs(tree: Any) -> list[P]:
+def leaf_specs(tree: PyTree) -> list[P]:
     """Returns the PartitionSpec of every leaf: `state_specs` as a list, since not every tree can hold them."""
     specs: list[P] = []
     for owner in jax.tree.leaves(tree, is_leaf=_is_owner):
@@ -104,10 +104,10 @@ def leaf_specs(tree: Any) -> list[P]:
     return specs
 
 
-def spread(state: Any, workers: int) -> Any:
+def spread(state: PyTree, workers: int) -> PyTree:
     """Gives a state that is fresh from `tx.init` a row for each worker."""
 
-    def rows(leaf: Any, axis: int) -> Any:
+    def rows(leaf: PyTree, axis: int) -> Any:
         count = leaf.shape[axis]
         if count == workers or isinstance(leaf, jax.ShapeDtypeStruct):
             return leaf
@@ -119,7 +119,7 @@ def spread(state: Any, workers: int) -> Any:
             )
         return jnp.repeat(jnp.asarray(leaf), workers, axis=axis)
 
-    def spread(owner: Any) -> Any:
+    def spread(owner: Any) -> PyTree:
         of_rows = partial(rows, axis=_members(owner))
         return jax.tree.map(
             lambda node: jax.tree.map(of_rows, node) if is_per_worker(node) else node, owner, is_leaf=is_per_worker
@@ -135,7 +135,7 @@ def buffer_of(array: Any) -> Any:
     return array.addressable_shards[0].data.unsafe_buffer_pointer() if array.addressable_shards else id(array)
 
 
-def copy_repeats(arrays: list[Any], batch: Any, key: Callable[[Any], Any]) -> list[Any]:
+def copy_repeats(arrays: list[Any], batch: PyTree, key: Callable[[Any], Any]) -> list[Any]:
     """Copies the arrays that are there twice, or in the batch, too: one buffer cannot be donated twice."""
     keys = {key(leaf) for leaf in jax.tree.leaves(batch)}
     distinct = []
@@ -152,7 +152,7 @@ def has_scalars_alone(arg: Any) -> bool:
     return bool(leaves) and not is_array(arg) and all(is_array(x) and not jnp.ndim(x) and not is_key(x) for x in leaves)
 
 
-def in_exchange(tree: Any) -> list[bool]:
+def in_exchange(tree: PyTree) -> list[bool]:
     """Returns, for every leaf of a tree, whether it is in the state of an exchange."""
     flags: list[bool] = []
     for node in jax.tree.leaves(tree, is_leaf=is_exchange_state):

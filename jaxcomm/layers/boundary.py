@@ -20,6 +20,7 @@ from jaxcomm.collectives.boundary import send
 from jaxcomm.kernels import noise
 from jaxcomm.layers.activations import Largest, Whole
 from jaxcomm.selectors.topk import n_kept
+from jaxcomm.types import PyTree
 
 _CODECS = {name: value_codec(name) for name in VALUE_DTYPES} | {f"int{width}": Tiles(width) for width in (3, 4, 8)}
 
@@ -41,7 +42,7 @@ class Boundary:
         if self.value_dtype is not None:
             _codec_of(self.value_dtype)
 
-    def plan(self, like: Any) -> Whole:
+    def plan(self, like: PyTree) -> Whole:
         """Returns the format of one array of activations (B, ...), or of a `jax.ShapeDtypeStruct` of it.
 
         Raises:

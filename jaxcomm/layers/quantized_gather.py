@@ -14,13 +14,14 @@ from jaxcomm.collectives.axis import AxisName, axis_size, to_varying
 from jaxcomm.collectives.messages import all_gather_same, all_to_all
 from jaxcomm.kernels.numerics import is_accumulable
 from jaxcomm.kernels.scopes import DECODE, ENCODE
+from jaxcomm.types import PyTree
 
 BUCKET = 128  # values that share a scale: a quarter of a bit each
 _NAN = np.uint32(0x7FC00000)
 
 
 def quantized_gather(
-    shards: Any, held: Any, residual: Any, *, axis_name: AxisName = "data", bits: int = 4
+    shards: PyTree, held: Any, residual: PyTree, *, axis_name: AxisName = "data", bits: int = 4
 ) -> tuple[Any, Any]:
     """Gathers sharded weights in 4 or 8 bits, and scatters their gradients in as many.
 
@@ -123,13 +124,13 @@ def _codec(width: int) -> Nearest:
     return Nearest(width, BUCKET, "max", None)
 
 
-def _rows(tree: Any, count: int) -> jax.Array:
+def _rows(tree: PyTree, count: int) -> jax.Array:
     """Puts tensors (count * r, ...) side by side, each padded to whole buckets: (count, m)."""
     rows = [leaf.reshape(count, -1) for leaf in jax.tree.leaves(tree)]
     return jnp.concatenate([jnp.pad(row, ((0, 0), (0, -row.shape[1] % BUCKET))) for row in rows], axis=1)
 
 
-def _unrows(rows: jax.Array, like: Any) -> Any:
+def _unrows(rows: jax.Array, like: PyTree) -> Any:
     """Cuts (count, m) into tensors again, in the shapes of `like`; the inverse of `_rows`."""
     leaves, tree = jax.tree.flatten(like)
     arrays, start = [], 0

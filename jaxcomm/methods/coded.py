@@ -17,7 +17,7 @@ from jaxcomm.exchange import Exchange, Exchanged, ExchangeState, Gradient, Packe
 from jaxcomm.kernels.numerics import is_finite_narrow
 from jaxcomm.kernels.vectors import Stored, Vector, computed_end_to_end
 from jaxcomm.layout import Layout, plan_layout
-from jaxcomm.types import ExchangeMetrics
+from jaxcomm.types import ExchangeMetrics, PyTree
 
 
 class Summands(NamedTuple):
@@ -73,7 +73,7 @@ class CodedExchange(Exchange):
         del layout
         return vector, jnp.ones(1, jnp.float32), jnp.asarray(True)
 
-    def plan(self, tree: Any) -> Layout:
+    def plan(self, tree: PyTree) -> Layout:
         return plan_layout(tree, dense_below=self.dense_below, capacity=lambda n: n)
 
     def average(self, gradient: Gradient, state: ExchangeState) -> tuple[Exchanged, Any]:

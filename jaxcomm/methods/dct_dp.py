@@ -3,7 +3,7 @@
 import math
 from dataclasses import KW_ONLY, dataclass
 from fractions import Fraction
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jaxcomm.layout import Layout
 from jaxcomm.methods.sparse import SparseExchange, drain
 from jaxcomm.selectors import Selected, draw_start, select_threshold, select_with_ties
 from jaxcomm.selectors.topk import dropped
-from jaxcomm.types import PerWorker
+from jaxcomm.types import Params, PerWorker
 
 
 class Thresholds(NamedTuple):
@@ -101,7 +101,7 @@ class DctDp(SparseExchange):
     def pack_remedy(self) -> str | None:
         return "Take topk: thresholds of other rounds are no help where each round selects anew"
 
-    def start(self, params: Any, layout: Layout) -> Thresholds:
+    def start(self, params: Params, layout: Layout) -> Thresholds:
         threshold = self.per_worker(jnp.zeros((1, len(layout.sizes)), jnp.float32))
         return Thresholds(jnp.asarray(True), threshold)
 

@@ -16,6 +16,7 @@ from jaxcomm.exchange import transformation
 from jaxcomm.layout import BLOCK, Layout
 from jaxcomm.methods.sparse import SparseExchange
 from jaxcomm.selectors import Selected, select_topk
+from jaxcomm.types import PyTree
 
 
 class CosineLayout(Layout):
@@ -98,7 +99,7 @@ class Demo(SparseExchange):
     def capacity(self, n: int) -> int:
         return min(n, -(-self.k * n // (self.chunk or n)))
 
-    def plan(self, tree: Any) -> Layout:
+    def plan(self, tree: PyTree) -> Layout:
         layout = super().plan(tree)
         return CosineLayout(**{attribute.name: getattr(layout, attribute.name) for attribute in fields(layout)})
 

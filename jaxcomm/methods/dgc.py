@@ -1,7 +1,6 @@
 """Deep Gradient Compression."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ from jaxcomm.methods.momentum import MomentumCorrection
 from jaxcomm.methods.sparse import SparseExchange, drain, exchange_densely
 from jaxcomm.selectors import Selected, draw_start, select_topk
 from jaxcomm.selectors.topk import n_kept
-from jaxcomm.types import PerWorker
+from jaxcomm.types import Params, PerWorker
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class Dgc(MomentumCorrection, SparseExchange):
     def pack_remedy(self) -> str | None:
         return "Take topk: the momentum belongs to the local optimizer"
 
-    def start(self, params: Any, layout: Layout) -> PerWorker:
+    def start(self, params: Params, layout: Layout) -> PerWorker:
         return self.zero_velocity(layout)
 
     def average(self, gradient: Gradient, state: ExchangeState) -> tuple[Exchanged, PerWorker]:

@@ -1,7 +1,7 @@
 """EF21: each worker keeps an estimate of its gradient, and sends corrections to it."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jaxcomm.kernels.numerics import is_finite_narrow
 from jaxcomm.layout import Layout
 from jaxcomm.methods.topk import TopK
 from jaxcomm.selectors import draw_start
-from jaxcomm.types import ExchangeMetrics
+from jaxcomm.types import ExchangeMetrics, Params
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Ef21(TopK):
     def pack_remedy(self) -> str | None:
         return "Take topk: a mean of estimates needs every worker in every round"
 
-    def start(self, params: Any, layout: Layout) -> jax.Array:
+    def start(self, params: Params, layout: Layout) -> jax.Array:
         return jnp.zeros(layout.n, jnp.float32)
 
     def average(self, gradient: Gradient, state: ExchangeState) -> tuple[Exchanged, jax.Array]:

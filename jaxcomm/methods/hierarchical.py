@@ -15,7 +15,7 @@ from jaxcomm.collectives.messages import all_gather_same, sum_scatter
 from jaxcomm.exchange import Exchange, ExchangeState, check_exchange, get_exchange, keep_unless, transformation
 from jaxcomm.kernels.numerics import wide_type
 from jaxcomm.kernels.scopes import EXCHANGE
-from jaxcomm.types import ExchangeMetrics, PerWorker, is_per_worker
+from jaxcomm.types import ExchangeMetrics, Params, PerWorker, PyTree, is_per_worker
 
 
 @dataclass(frozen=True)
@@ -66,14 +66,14 @@ class Hierarchical(Exchange):
     def checksum_remedy(self) -> str:
         return "Pass it to exchange="
 
-    def init_chosen(self, params: Any) -> ExchangeState:
+    def init_chosen(self, params: Params) -> ExchangeState:
         # Zeros of a share's shape are enough: gradient exchanges do not read the parameters' values in `init`.
         rows, sizes = self._shares(params)
         inner = self.exchange.init(jax.tree.map(lambda size: jnp.zeros(size, rows.dtype), sizes))
         check_exchange(inner, f"exchange of hierarchical, over axis_name={self.across!r},")
         return self.first_state(self._pack(inner))
 
-    def update_chosen(self, updates: Any, state: ExchangeState, params: Any) -> tuple[Any, ExchangeState]:
+    def update_chosen(self, updates: PyTree, state: ExchangeState, params: Params) -> tuple[Any, ExchangeState]:
         rows, sizes = self._shares(self._wait_for_group(updates))
         with jax.named_scope(EXCHANGE):
             share = sum_scatter(rows, self.inside) / axis_size(self.inside)  # (T,)
@@ -94,7 +94,7 @@ class Hierarchical(Exchange):
         )
         return _join_shares(gathered, updates), new
 
-    def _wait_for_group(self, updates: Any) -> Any:
+    def _wait_for_group(self, updates: PyTree) -> Any:
         """Returns the updates once every worker of the group has its own, by an all-reduce of one number.
 
         Gloo's reduce-scatter fails if another worker is more than 30 s late, whatever timeout is set
@@ -106,7 +106,7 @@ class Hierarchical(Exchange):
         arrived = count <= axis_size(self.inside)  # always true, but XLA does not know and keeps the order
         return jax.tree.map(lambda update: jnp.where(arrived, update, 0), updates)
 
-    def _shares(self, tree: Any) -> tuple[jax.Array, Any]:
+    def _shares(self, tree: PyTree) -> tuple[jax.Array, Any]:
         """Returns a tree as (I, T), row i being share i, and the size of a share of each leaf.
 
         It is float32, or float64 for a tree with float64 in it.
@@ -119,18 +119,18 @@ class Hierarchical(Exchange):
             rows.append(jnp.pad(flat, (0, -flat.size % size)).reshape(size, -1))
         return jnp.concatenate(rows, axis=1), jax.tree.map(lambda leaf: -(-leaf.size // size), tree)
 
-    def _pack(self, state: Any) -> Any:
+    def _pack(self, state: PyTree) -> Any:
         """Turns a share's state into rows: even what its exchange replicates differs between shares."""
 
-        def row(node: Any) -> PerWorker:
+        def row(node: PyTree) -> PerWorker:
             if is_per_worker(node):
                 return replace(node, axes=self.axes, shards=node.shards + 1)
             return PerWorker(node[None], (self.inside,), shards=1)
 
         return jax.tree.map(row, state, is_leaf=is_per_worker)
 
-    def _unpack(self, state: Any) -> Any:
-        def unpack_node(node: PerWorker) -> Any:
+    def _unpack(self, state: PyTree) -> PyTree:
+        def unpack_node(node: PerWorker) -> PyTree:
             is_same = node.axes == (self.inside,)
             return node.rows[0] if is_same else replace(node, axes=(self.across,), shards=node.shards - 1)
 
@@ -145,7 +145,7 @@ def _cut(share: jax.Array, sizes: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(sizes), leaves)
 
 
-def _join_shares(rows: jax.Array, like: Any) -> Any:
+def _join_shares(rows: jax.Array, like: PyTree) -> Any:
     """Joins shares (I, T) into a tree like `like`."""
     leaves, start = [], 0
     for leaf in jax.tree.leaves(like):

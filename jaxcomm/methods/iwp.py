@@ -24,7 +24,7 @@ from jaxcomm.methods.shared import SharedExchange
 from jaxcomm.methods.sparse import drain, exchange_densely
 from jaxcomm.selectors import compact, draw_start, select_with_ties
 from jaxcomm.selectors.importance import importance, select_important, spread
-from jaxcomm.types import PerWorker
+from jaxcomm.types import Params, PerWorker
 
 Schedule = float | Callable[[jax.Array], Any]
 _PUBLISHERS = 2**31 - 2  # takes the place of a worker index in a key, and is none
@@ -117,7 +117,7 @@ class Iwp(MomentumCorrection, SharedExchange):
     def capacity(self, n: int) -> int:
         return min(n, max(1, math.ceil(Fraction(repr(float(self.density))) * n)))
 
-    def start(self, params: Any, layout: Layout) -> SharedMask:
+    def start(self, params: Params, layout: Layout) -> SharedMask:
         return SharedMask(jnp.asarray(True), jnp.zeros(layout.n_words, jnp.uint32), self.zero_velocity(layout))
 
     def resized(self, state: ExchangeState) -> ExchangeState:

@@ -29,7 +29,7 @@ from jaxcomm.exchange import (
 from jaxcomm.kernels.numerics import is_applicable_tree, widened
 from jaxcomm.layout import plan_layout
 from jaxcomm.state import vary_rows
-from jaxcomm.types import ExchangeMetrics
+from jaxcomm.types import ExchangeMetrics, Params, PyTree
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class LocalExchange(Exchange):
 
     keeps_residual: ClassVar[bool] = False
 
-    def check_params(self, params: Any) -> None:
+    def check_params(self, params: Params) -> None:
         """Refuses updates without parameters."""
         if params is None:
             raise ValueError(
@@ -66,7 +66,7 @@ class Anchored(NamedTuple):
       outer: the state of the outer optimizer; replicated.
     """
 
-    anchor: Any
+    anchor: PyTree
     exchange: Any
     outer: Any
 
@@ -181,12 +181,12 @@ class LocalSgd(LocalExchange):
     def checksum_remedy(self) -> str:
         return "Pass it to exchange="
 
-    def global_model(self, state: ExchangeState, like: Any) -> Any:
+    def global_model(self, state: ExchangeState, like: PyTree) -> PyTree:
         memory = state.memory
         anchors = functools.reduce(join_trees, [part.held.anchor for part in memory]) if self.streams else memory.anchor
         return jax.tree.map(lambda anchor, leaf: anchor.astype(leaf.dtype), anchors, like)
 
-    def init_chosen(self, params: Any) -> ExchangeState:
+    def init_chosen(self, params: Params) -> ExchangeState:
         plan_layout(params, dense_below=0, capacity=lambda n: n, compress=lambda _: False)  # for its errors
         anchor = widened(params)
         if not self.streams:
@@ -194,12 +194,12 @@ class LocalSgd(LocalExchange):
         parts = _cut(anchor, self.fragments)
         return self.first_state(tuple(Fragment(self._first(part), jnp.zeros((), jnp.int32)) for part in parts))
 
-    def _first(self, anchor: Any) -> Anchored:
+    def _first(self, anchor: PyTree) -> Anchored:
         inner = self.exchange.init(anchor)
         check_exchange(inner, "exchange of local_sgd")
         return Anchored(anchor, inner, (self.outer or nesterov()).init(anchor))
 
-    def update_chosen(self, updates: Any, state: ExchangeState, params: Any) -> tuple[Any, ExchangeState]:
+    def update_chosen(self, updates: PyTree, state: ExchangeState, params: Params) -> tuple[Any, ExchangeState]:
         self.check_params(params)
         extra_axes, old = other_axes(jax.tree.leaves(updates)[0], self.axis_name), state.memory
         if self.streams:
@@ -238,7 +238,7 @@ class LocalSgd(LocalExchange):
         return Anchored(anchor, inner, keep_unless(ok, outer, old.outer)), metrics
 
     def _stream(
-        self, updates: Any, state: ExchangeState, params: Any, extra_axes: tuple[str, ...]
+        self, updates: PyTree, state: ExchangeState, params: Params, extra_axes: tuple[str, ...]
     ) -> tuple[Any, ExchangeState]:
         """Does `update_chosen` for fragments. No parameter depends on an exchange before its merge."""
         step, old = state.step + 1, state.memory
@@ -255,7 +255,7 @@ class LocalSgd(LocalExchange):
             new = Fragment(anchored, jnp.where(metrics.skipped == 0, step + self.overlap, merged_at))
             return vary_rows(((*old[:turn], new, *old[turn + 1 :]), metrics), extra_axes)
 
-        def merge(turn: int) -> Any:
+        def merge(turn: int) -> PyTree:
             def merged(a: Any, p: jax.Array, u: jax.Array) -> jax.Array:
                 if is_masked(a):
                     return u
@@ -275,7 +275,7 @@ class LocalSgd(LocalExchange):
         return local_updates, state.replace(step=step, metrics=metrics, memory=memory)
 
 
-def _cut(tree: Any, fragments: int | Sequence[Where]) -> list[Any]:
+def _cut(tree: PyTree, fragments: int | Sequence[Where]) -> list[Any]:
     """Splits a tree into a tree for each fragment, which has some of the tensors, and the others masked.
 
     Tensors are assigned as in `LocalSgd`.
@@ -296,7 +296,7 @@ def _by_size(leaves: list[Any], count: int) -> list[list[int]]:
     return places
 
 
-def _by_path(tree: Any, fragments: Sequence[Where]) -> list[list[int]]:
+def _by_path(tree: PyTree, fragments: Sequence[Where]) -> list[list[int]]:
     """Returns the indices of every fragment's tensors: those that its pattern is the first to choose."""
     places: list[list[int]] = [[] for _ in fragments]
     for at, (path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(tree)):

@@ -13,7 +13,7 @@ from jaxcomm.collectives.dense import DenseDtype, dense_words, read_dense
 from jaxcomm.exchange import Exchange, Exchanged, ExchangeState, Gradient, Packed, transformation, zeros_unless
 from jaxcomm.layout import Layout, plan_layout
 from jaxcomm.methods.local_sgd import local_sgd
-from jaxcomm.types import ExchangeMetrics
+from jaxcomm.types import ExchangeMetrics, PyTree
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class PlumpDp(Exchange):
     def checksum_remedy(self) -> str | None:
         return None if self.value_dtype == "bfloat16" else "Pass value_dtype='bfloat16', which owners sum"
 
-    def plan(self, tree: Any) -> Layout:
+    def plan(self, tree: PyTree) -> Layout:
         return plan_layout(tree, dense_below=0, capacity=lambda n: n, compress=lambda _: False)
 
     def average(self, gradient: Gradient, state: ExchangeState) -> tuple[Exchanged, Any]:

@@ -4,7 +4,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jaxcomm.kernels.numerics import is_finite_narrow
 from jaxcomm.kernels.scopes import DECODE, ENCODE
 from jaxcomm.kernels.vectors import split_vector
 from jaxcomm.layout import BLOCK, Layout, plan_layout
-from jaxcomm.types import ExchangeMetrics
+from jaxcomm.types import ExchangeMetrics, Params, PyTree
 
 # A column of P, less its projection on the columns before it, is a rounding error and not a direction if it is shorter
 # than this fraction of the longest column. In float32, matrices of rank below r leave 2e-7 to 4e-6.
@@ -112,13 +112,13 @@ class PowerSgd(Exchange):
     dense_below: Annotated[int, count(0, "0 leaves it to the rank which tensors are compressed")] = 512
     seed: int = 0
 
-    def plan(self, tree: Any) -> Layout:
+    def plan(self, tree: PyTree) -> Layout:
         def pays(shape: tuple[int, ...]) -> bool:
             return len(shape) >= 2 and self.rank * sum(_matrix_shape(shape)) < math.prod(shape)
 
         return plan_layout(tree, dense_below=self.dense_below, capacity=lambda n: n, compress=pays)
 
-    def start(self, params: Any, layout: Layout) -> tuple[jax.Array, ...]:
+    def start(self, params: Params, layout: Layout) -> tuple[jax.Array, ...]:
         return tuple(_first_stacks(_groups(layout), self.rank, self.seed))
 
     def average(self, gradient: Gradient, state: ExchangeState) -> tuple[Exchanged, tuple[jax.Array, ...]]:

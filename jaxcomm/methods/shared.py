@@ -4,7 +4,6 @@ No index travels with the values, and the sum is no denser than what each worker
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,7 @@ from jaxcomm.kernels.bits import Slots
 from jaxcomm.kernels.numerics import is_finite_narrow
 from jaxcomm.kernels.vectors import add_at
 from jaxcomm.layout import Layout, plan_layout
-from jaxcomm.types import ExchangeMetrics
+from jaxcomm.types import ExchangeMetrics, PyTree
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +49,7 @@ class SharedExchange(Exchange):
         """Returns the slots of a tensor of n elements in the buffer."""
         raise NotImplementedError
 
-    def plan(self, tree: Any) -> Layout:
+    def plan(self, tree: PyTree) -> Layout:
         choose_sum(self.collective, value_codec(self.value_dtype))  # raises before any work is done
         return plan_layout(tree, dense_below=self.dense_below, capacity=self.capacity)
 

@@ -26,7 +26,7 @@ from jaxcomm.methods.plump_dp import plump_dp
 from jaxcomm.selectors import select_topk
 from jaxcomm.selectors.strata import pick
 from jaxcomm.state import vary_rows
-from jaxcomm.types import ExchangeMetrics, PerWorker, join_parts, part_of
+from jaxcomm.types import ExchangeMetrics, Params, PerWorker, PyTree, join_parts, part_of
 
 Unsent = Literal["local", "carry"]
 
@@ -134,7 +134,7 @@ class SlimDp(LocalExchange):
     def resized(self, state: ExchangeState) -> ExchangeState:
         return with_due(state)
 
-    def global_model(self, state: ExchangeState, like: Any) -> Any:
+    def global_model(self, state: ExchangeState, like: PyTree) -> PyTree:
         flat, unravel = ravel_pytree(like)
         ordered = jnp.concatenate([state.memory.core, join_parts(state.memory.server.rows)])
         model = jnp.zeros_like(ordered).at[state.memory.order].set(ordered, unique_indices=True)
@@ -164,7 +164,7 @@ class SlimDp(LocalExchange):
         ]
         return jnp.concatenate(places)
 
-    def init_chosen(self, params: Any) -> ExchangeState:
+    def init_chosen(self, params: Params) -> ExchangeState:
         plan_layout(params, dense_below=0, capacity=lambda n: n)  # for its errors
         flat = ravel_pytree(params)[0].astype(jnp.float32)
         order, size = self.choose_core(jnp.abs(flat)), self.core_size(flat.size)
@@ -179,7 +179,7 @@ class SlimDp(LocalExchange):
         )
         return self.first_state(memory)
 
-    def update_chosen(self, updates: Any, state: ExchangeState, params: Any) -> tuple[Any, ExchangeState]:
+    def update_chosen(self, updates: PyTree, state: ExchangeState, params: Params) -> tuple[Any, ExchangeState]:
         self.check_params(params)
         plan_layout(updates, dense_below=0, capacity=lambda n: n)  # for its errors
         old, axis_name, seed = state.memory, self.axis_name, self.seed

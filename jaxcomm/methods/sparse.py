@@ -25,7 +25,7 @@ from jaxcomm.kernels.scopes import EXCHANGE
 from jaxcomm.kernels.vectors import computed_end_to_end
 from jaxcomm.layout import BLOCK, Layout, plan_layout
 from jaxcomm.selectors import Selected, draw_start
-from jaxcomm.types import ExchangeMetrics
+from jaxcomm.types import ExchangeMetrics, PyTree
 
 
 def _is_chunk(value: Any) -> bool:
@@ -74,7 +74,7 @@ class SparseExchange(Exchange):
         """Selects coordinates of gradient + residual."""
         raise NotImplementedError
 
-    def plan(self, tree: Any) -> Layout:
+    def plan(self, tree: PyTree) -> Layout:
         layout = plan_layout(tree, dense_below=self.dense_below, capacity=self.capacity, chunk=self.chunk)
         self.collective_of(layout)  # raises before any work is done
         return layout

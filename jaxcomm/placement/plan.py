@@ -17,6 +17,7 @@ from jaxcomm import methods
 from jaxcomm.collectives.axis import AxisName
 from jaxcomm.exchange import leaf_name
 from jaxcomm.planner.dense_layers import WAYS
+from jaxcomm.types import Params
 
 FORMAT = 1
 
@@ -94,7 +95,7 @@ class Plan:
             tx = methods.plump_dp(where=(lambda *_: False) if late else None, axis_name=axis_name)
         return tx
 
-    def check(self, params: Any, workers: int) -> None:
+    def check(self, params: Params, workers: int) -> None:
         """Refuses parameters that the plan was not made for.
 
         Raises:

@@ -22,6 +22,7 @@ from jaxcomm.placement.solve import Assignment, NotInTimeError, solve
 from jaxcomm.planner.advice import Advice, candidates
 from jaxcomm.planner.costs import method_of
 from jaxcomm.planner.dense_layers import WAYS, LayerCost
+from jaxcomm.types import Params
 
 Shapes = Mapping[str, tuple[int, ...]]  # of the parameters, by path
 
@@ -52,7 +53,7 @@ class ModelBlock:
 
 def make_plan(
     advice: Advice,
-    params: Any,
+    params: Params,
     *,
     methods: Mapping[str, optax.GradientTransformation] | None = None,
     error_budget: float | None = None,
@@ -129,7 +130,7 @@ def make_plan(
     )
 
 
-def _whole_model(advice: Advice, params: Any, leaves: tuple[str, ...]) -> ModelBlock:
+def _whole_model(advice: Advice, params: Params, leaves: tuple[str, ...]) -> ModelBlock:
     """Makes one block of a model; its memory is the advice's without the parameters, or 0 if it is not known."""
     param_bytes = sum(leaf.size * jnp.result_type(leaf).itemsize for leaf in jax.tree.leaves(params))
     return ModelBlock("model", leaves, advice.compute, memory=max(0, advice.memory - param_bytes))
@@ -146,7 +147,7 @@ def _check_blocks(blocks: Sequence[ModelBlock], leaves: Iterable[str]) -> None:
 
 
 def _gradient_exchanges(
-    advice: Advice, named_methods: Mapping[str, optax.GradientTransformation], params: Any
+    advice: Advice, named_methods: Mapping[str, optax.GradientTransformation], params: Params
 ) -> dict[str, Exchange]:
     """Returns the exchanges of gradients that the advice knows, by name."""
     names = {row.method for row in advice.predictions}
@@ -259,7 +260,7 @@ def _solve_fastest(problems: Sequence[Problem], time_limit: float) -> tuple[int,
 
 def place(
     devices: int,
-    params: Any,
+    params: Params,
     advice_of: Callable[[int], Advice],
     blocks_of: Callable[[int], Sequence[ModelBlock]],
     *,
@@ -318,7 +319,7 @@ def place(
     return replace(best, optimal=is_proven)
 
 
-def _spec(name: str, method: Exchange, params: Any) -> dict[str, Any]:
+def _spec(name: str, method: Exchange, params: Params) -> dict[str, Any]:
     """Returns a method's name and options, for a file.
 
     Raises:

@@ -37,6 +37,7 @@ from jaxcomm.steps.batch import Batch, check_batch, check_global
 from jaxcomm.steps.loss import gradients_of as gradients_fn_of
 from jaxcomm.steps.loss import loss_of
 from jaxcomm.traffic import Program, Traffic
+from jaxcomm.types import Params, PyTree
 
 _TYPICAL_COPY = 1 / 10e9  # seconds a byte, for a device that was not measured
 
@@ -69,8 +70,8 @@ def candidates(axis_name: AxisName = "data", *, local: bool = True) -> dict[str,
 
 def advise(
     loss_fn: Callable[..., Any],
-    params: Any,
-    batch: Any,
+    params: Params,
+    batch: PyTree,
     mesh: Mesh,
     *,
     optimizer: optax.GradientTransformation | None = None,
@@ -78,7 +79,7 @@ def advise(
     dense_layers: Mapping[str, int] | None = None,
     seconds: float = 60.0,
     axis_name: AxisName = "data",
-    batch_axis: Any = 0,
+    batch_axis: PyTree = 0,
 ) -> Advice:
     """Predicts whether compression will help, from measurements of this mesh. The advice is "thorough".
 
@@ -117,15 +118,15 @@ def advise(
 
 def _measure(
     loss_fn: Callable[..., Any],
-    params: Any,
-    batch: Any,
+    params: Params,
+    batch: PyTree,
     mesh: Mesh,
     optimizer: optax.GradientTransformation | None,
     methods: Mapping[str, optax.GradientTransformation] | None,
     dense_layers: Mapping[str, int] | None,
     seconds: float,
     axis_name: AxisName,
-    batch_axis: Any,
+    batch_axis: PyTree,
 ) -> Advice:
     """Does `advise`."""
     begin = time.perf_counter()
@@ -193,7 +194,7 @@ def _measure(
 
 
 def estimate(
-    params: Any,
+    params: Params,
     workers: int,
     rate: float | str | Sequence[float] | Sequence[Sequence[float]],
     *,
@@ -263,11 +264,11 @@ class _Question:
     chosen: Mapping[str, optax.GradientTransformation]
     reports: Mapping[str, WireReport]
     layers: Sequence[Layer]
-    params: Any
+    params: Params
     sizes: tuple[int, ...]
     axis_name: AxisName
 
-    def exchanged(self, name: str, tree: Any) -> Any:
+    def exchanged(self, name: str, tree: PyTree) -> Any:
         """Returns a tree like the parameters without the leaves whose gradients a method's layers already reduce."""
         reduced = {path for layer in self.layers if layer.way == name for path in layer.tensors}
         return jax.tree_util.tree_map_with_path(lambda path, leaf: None if leaf_name(path) in reduced else leaf, tree)
@@ -275,7 +276,7 @@ class _Question:
 
 def _make_question(
     candidate_methods: Mapping[str, optax.GradientTransformation] | None,
-    params: Any,
+    params: Params,
     dense_layers: Mapping[str, int] | None,
     sizes: tuple[int, ...],
     axis_name: AxisName,
@@ -306,7 +307,7 @@ def _dense_without(reduced: list[str], axis_name: AxisName) -> optax.GradientTra
     return methods.plump_dp(value_dtype="bfloat16", where=lambda path, _: path not in excluded, axis_name=axis_name)
 
 
-def _scalar(out: Any) -> Any:
+def _scalar(out: PyTree) -> Any:
     return out[0] if isinstance(out, tuple) else out
 
 

@@ -15,6 +15,7 @@ from jax.extend.core import ClosedJaxpr
 from jaxcomm.accounting.jaxpr import COLLECTIVES, inner_jaxpr, inner_jaxprs
 from jaxcomm.collectives.axis import AxisName, axis_names, check_workers
 from jaxcomm.kernels.platforms import in_memory
+from jaxcomm.types import PyTree
 
 _ON_THE_SPOT = (*COLLECTIVES, "axis_index", "pvary", "pcast")
 
@@ -96,7 +97,7 @@ def _rebuilt(closed: Any) -> Any:
     return jax.make_jaxpr(functools.partial(_as_tuple, closed))(*closed.in_avals)
 
 
-def _copied(x: Any, like: Any) -> jax.Array:
+def _copied(x: Any, like: PyTree) -> jax.Array:
     """Returns a collective's result, made from the worker's own operand. XLA cannot optimise it away."""
     out = jnp.reshape(x, -1)
     if like.size > out.size:

@@ -26,6 +26,7 @@ from jaxcomm.state import TrainState, communication_period, exchange_turns, make
 from jaxcomm.steps.batch import Batch
 from jaxcomm.steps.engine import worker_step
 from jaxcomm.steps.loss import GradientsFn, LossFn
+from jaxcomm.types import Params, PyTree
 
 _REPEATS = 5  # repetitions at least; more until _SHORT seconds have passed, up to _MOST
 _SHORT = 1.0
@@ -110,10 +111,10 @@ class Bench:
         out = self.by_device
         return jax.jit(spread, out_shardings=out, donate_argnums=() if donate is None else donate).lower(*args)
 
-    def spread(self, tree: Any) -> Any:
+    def spread(self, tree: PyTree) -> PyTree:
         """Gives every device a copy, as its row."""
 
-        def rows(leaf: Any) -> jax.Array:
+        def rows(leaf: PyTree) -> jax.Array:
             array = np.asarray(leaf)
             shape = (self.devices.size, *array.shape)
             return jax.make_array_from_callback(shape, self.by_device, lambda _: array[None])
@@ -128,7 +129,7 @@ class Bench:
         by_worker = NamedSharding(self.mesh, P(self.axis_name))
         place_of = {device.id: place for place, device in enumerate(self.devices.devices.flat)}
 
-        def rows(leaf: Any) -> jax.Array:
+        def rows(leaf: PyTree) -> jax.Array:
             shards = sorted(
                 jax.device_put(leaf, by_worker).addressable_shards, key=lambda shard: place_of[shard.device.id]
             )
@@ -137,13 +138,13 @@ class Bench:
                 shape, self.by_device, [shard.data[None] for shard in shards]
             )
 
-        def copies(leaf: Any) -> jax.Array:
+        def copies(leaf: PyTree) -> jax.Array:
             return jax.device_put(jnp.broadcast_to(leaf, (len(place_of), *jnp.shape(leaf))), self.by_device)
 
         return replace(batch, rows=list(map(rows, batch.rows)), replicated=list(map(copies, batch.replicated)))
 
 
-def check_loss(loss_fn: LossFn, params: Any, batch: Batch, workers: int) -> None:
+def check_loss(loss_fn: LossFn, params: Params, batch: Batch, workers: int) -> None:
     """Refuses, from shapes alone, a loss that fails on one worker's rows.
 
     Args:
@@ -156,7 +157,7 @@ def check_loss(loss_fn: LossFn, params: Any, batch: Batch, workers: int) -> None
       ValueError: with the error of the loss.
     """
 
-    def rows(leaf: Any) -> jax.ShapeDtypeStruct:
+    def rows(leaf: PyTree) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((leaf.shape[0] // workers, *leaf.shape[1:]), leaf.dtype)
 
     like = replace(batch, rows=list(map(rows, map(jax.typeof, batch.rows))))
@@ -169,7 +170,7 @@ def check_loss(loss_fn: LossFn, params: Any, batch: Batch, workers: int) -> None
         ) from error
 
 
-def gradients_of(bench: Bench, loss_fn: LossFn, params: Any, rows: Any) -> tuple[Any, int]:
+def gradients_of(bench: Bench, loss_fn: LossFn, params: Params, rows: PyTree) -> tuple[Any, int]:
     """Returns each worker's gradients, one row per device, and the bytes of memory to compute them.
 
     The bytes are those of the compiled program's arguments (parameters and rows of the batch) and temporaries, without
@@ -206,7 +207,7 @@ class Timing:
         bench: Bench,
         start: Callable[..., Any],
         step: Callable[..., Any],
-        params: Any,
+        params: Params,
         args: tuple[Any, ...],
         is_whole: bool,
     ):
@@ -238,7 +239,7 @@ class Timing:
         start, step, restart = self._programs
         state = start(self._params)
 
-        def time_steps(state: Any, number: int) -> tuple[Any, Cost]:
+        def time_steps(state: PyTree, number: int) -> tuple[Any, Cost]:
             seconds, start_time = [], time.perf_counter()
             for count in range(2 + _MOST):
                 at = self._bench.spread(np.int32(count if count < 2 else number))
@@ -265,7 +266,7 @@ class Timing:
 
 
 def lower_step(
-    bench: Bench, gradients_fn: GradientsFn, tx: optax.GradientTransformation, params: Any, rows: Any
+    bench: Bench, gradients_fn: GradientsFn, tx: optax.GradientTransformation, params: Params, rows: PyTree
 ) -> Timing:
     """Prepares to time a whole train step without collectives: loss, gradient, exchange, optimizer, check for a skip.
 
@@ -277,22 +278,22 @@ def lower_step(
       rows: the workers' rows, from `bench.shards`.
     """
 
-    def start(params: Any) -> TrainState:
+    def start(params: Params) -> TrainState:
         return make_local(TrainState(params, tx.init(params), jnp.zeros((), jnp.int32), ()), bench.axis_name)
 
-    def step(state: TrainState, batch: Any) -> TrainState:
+    def step(state: TrainState, batch: PyTree) -> TrainState:
         return worker_step(gradients_fn, tx, bench.axis_name, state, batch)[0]
 
     return Timing(bench, start, step, params, (rows,), is_whole=True)
 
 
-def given_gradients(params: Any, model_state: Any, batch: Any) -> Any:
+def given_gradients(params: Params, model_state: PyTree, batch: PyTree) -> Any:
     """Returns the batch as the gradient, in the form that `worker_step` takes."""
     del params
     return (jnp.zeros(()), ({}, model_state)), batch
 
 
-def lower_coding(bench: Bench, tx: optax.GradientTransformation, gradients: Any, params: Any) -> Timing:
+def lower_coding(bench: Bench, tx: optax.GradientTransformation, gradients: PyTree, params: Params) -> Timing:
     """Prepares to time an exchange without its collectives: selecting, coding and decoding.
 
     Args:
@@ -302,17 +303,17 @@ def lower_coding(bench: Bench, tx: optax.GradientTransformation, gradients: Any,
       params: the parameters, one row per device.
     """
 
-    def step(state: Any, gradients: Any, params: Any) -> Any:
+    def step(state: PyTree, gradients: PyTree, params: Params) -> Any:
         means, state = tx.update(gradients, state[1], params)
         return means, state
 
     return Timing(bench, lambda params: (params, tx.init(params)), step, params, (gradients, params), is_whole=False)
 
 
-def _restarted(state: Any, step: jax.Array) -> Any:
+def _restarted(state: PyTree, step: jax.Array) -> Any:
     """Returns a state with the residual zero and another step number."""
 
-    def restarted(node: Any) -> Any:
+    def restarted(node: PyTree) -> Any:
         if not isinstance(node, ExchangeState):
             return node
         residual = jax.tree.map(jnp.zeros_like, node.residual)
@@ -322,13 +323,13 @@ def _restarted(state: Any, step: jax.Array) -> Any:
     return jax.tree.map(restarted, state, is_leaf=is_exchange_state)
 
 
-def state_bytes(tx: optax.GradientTransformation, params: Any, sizes: tuple[int, ...], axis_name: AxisName) -> int:
+def state_bytes(tx: optax.GradientTransformation, params: Params, sizes: tuple[int, ...], axis_name: AxisName) -> int:
     """Returns the bytes that a method keeps on each worker."""
     state = jax.eval_shape(without_wire(tx.init, sizes, axis_name), params)
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
 
 
-def time_program(bench: Bench, function: Callable[..., Any], rows: Any) -> Cost:
+def time_program(bench: Bench, function: Callable[..., Any], rows: PyTree) -> Cost:
     """Times a function without state on all devices at once; `rows` are its arguments, one row per device."""
     compiled = bench.lower(function, *rows).compile()
     jax.block_until_ready(compiled(*rows))
@@ -367,7 +368,7 @@ def cost_key(method: Exchange, workers: int) -> str:
     return method.name if way is None else f"{method.name}/{way}"
 
 
-def method_of(tx: optax.GradientTransformation, params: Any) -> Exchange:
+def method_of(tx: optax.GradientTransformation, params: Params) -> Exchange:
     """Returns the method of an exchange of gradients, or of a local exchange.
 
     Args:
@@ -378,7 +379,7 @@ def method_of(tx: optax.GradientTransformation, params: Any) -> Exchange:
     return method
 
 
-def modelled_coding(tx: optax.GradientTransformation, params: Any, workers: int, copy: float) -> Cost | None:
+def modelled_coding(tx: optax.GradientTransformation, params: Params, workers: int, copy: float) -> Cost | None:
     """Estimates the coding time of a method in a step from the table of costs.
 
     Args:

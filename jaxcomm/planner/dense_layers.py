@@ -21,6 +21,7 @@ from jaxcomm.planner.alone import without_wire
 from jaxcomm.planner.costs import Bench, Cost, given_gradients, lower_step, time_program
 from jaxcomm.planner.links import Links
 from jaxcomm.traffic import Program
+from jaxcomm.types import Params, PyTree
 
 WAYS = ("late", "split")
 
@@ -150,7 +151,7 @@ def modelled_layer(layer: Layer, compute: float, parameters: int) -> Cost:
 
 
 def measure_layers(
-    bench: Bench, layers: Sequence[Layer], split: optax.GradientTransformation | None, gradients: Any, params: Any
+    bench: Bench, layers: Sequence[Layer], split: optax.GradientTransformation | None, gradients: PyTree, params: Params
 ) -> list[Cost]:
     """Measures how much longer each layer computes in its way than if its gradient were exchanged.
 
@@ -171,7 +172,7 @@ def measure_layers(
         return costs
     shards = {path: bench.spread(np.zeros(layer.shard, np.float32)) for path, layer in kernels.items()}
 
-    def cut(tree: Any) -> Any:
+    def cut(tree: PyTree) -> Any:
         return jax.tree_util.tree_map_with_path(lambda path, leaf: shards.get(leaf_name(path), leaf), tree)
 
     full_cost = lower_step(bench, given_gradients, split, params, gradients).cost()

@@ -14,6 +14,7 @@ from jaxcomm.accounting.report import wire_report
 from jaxcomm.collectives.axis import AxisName, axis_names
 from jaxcomm.layers.late_multiply import late_traffic, reduce_traffic
 from jaxcomm.traffic import Traffic
+from jaxcomm.types import PyTree
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class LatePlan:
         paths = ", ".join(layer.path for layer in self.layers)
         raise ValueError(f"path must be that of a layer of this plan; got {path!r}. The plan has {paths}.")
 
-    def exchanges(self, path: str, leaf: Any) -> bool:
+    def exchanges(self, path: str, leaf: PyTree) -> bool:
         """Returns whether a parameter's gradient is exchanged: False for kernel and bias of a layer that is late.
 
         For an exchange's `where=`: `jaxcomm.dct_dp(0.99, where=plan.exchanges)`.
@@ -181,7 +182,7 @@ def plan_late_multiply(
 def _kernels(kernels: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
     """Returns the shapes (N, M) of layers by path, from either form."""
 
-    def is_shape(node: Any) -> bool:
+    def is_shape(node: PyTree) -> bool:
         return isinstance(node, tuple) and all(isinstance(size, Integral) for size in node)
 
     shapes = {}

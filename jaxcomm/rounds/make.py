@@ -21,7 +21,7 @@ from jaxcomm.rounds.log import Log
 from jaxcomm.rounds.model import Model
 from jaxcomm.rounds.store import Objects, open_store
 from jaxcomm.rounds.worker import LocalStep, Worker
-from jaxcomm.types import Params
+from jaxcomm.types import Params, PyTree
 
 _ENGINE = ("axis_name", "checksum", "collective", "others", "where")  # fields that say nothing of a payload
 
@@ -37,7 +37,7 @@ def rounds(
     quorum: int = 2,
     grace: float | None = None,
     overlap: int = 5,
-    local: Any = None,
+    local: PyTree = None,
     worker: str | None = None,
     total: int | None = None,
     every: int = 20,
@@ -165,7 +165,7 @@ def _own_name() -> str:
     return f"{host or 'worker'}-{os.getpid()}"
 
 
-def _local_step(step: Any, params: Params, local: Any) -> tuple[LocalStep, Any]:
+def _local_step(step: Any, params: Params, local: PyTree) -> tuple[LocalStep, Any]:
     """Returns the step of (loss_fn, optimizer), or the user's own, and the first local state."""
     if callable(step):
         return cast(LocalStep, step), () if local is None else local
@@ -176,7 +176,7 @@ def _local_step(step: Any, params: Params, local: Any) -> tuple[LocalStep, Any]:
     loss_fn, optimizer = step
     check_transformation("optimizer", optimizer)
 
-    def take(params: Params, local: Any, batch: Any) -> tuple[Params, Any, dict[str, Any]]:
+    def take(params: Params, local: PyTree, batch: PyTree) -> tuple[Params, Any, dict[str, Any]]:
         loss, gradients = jax.value_and_grad(loss_fn)(params, batch)
         updates, new = optimizer.update(gradients, local, params)
         ok = is_applicable_tree(gradients) & is_applicable_tree(updates)

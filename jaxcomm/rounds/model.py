@@ -16,7 +16,7 @@ from jaxcomm.exchange import Exchange, Gradient
 from jaxcomm.kernels import noise
 from jaxcomm.kernels.numerics import digest, promotes, widened
 from jaxcomm.rounds.records import Manifest
-from jaxcomm.types import Params
+from jaxcomm.types import Params, PyTree
 
 
 class Global(NamedTuple):
@@ -27,7 +27,7 @@ class Global(NamedTuple):
       outer: the outer optimizer's state.
     """
 
-    params: Any
+    params: Params
     outer: Any
 
 
@@ -102,7 +102,7 @@ class Model:
         return Unsent(residual, 0.0, self.change(widened(params), params), 0.0)
 
     def _packed(
-        self, anchor: Params, params: Params, residual: Any, change: Params, shares: Any, step: Any, worker: Any
+        self, anchor: Params, params: Params, residual: PyTree, change: Params, shares: Any, step: Any, worker: Any
     ) -> tuple[jax.Array, jax.Array, Any, Params]:
         of_new, of_old, of_residual = (jnp.float32(share) for share in shares)
         total = _mean(_change(anchor, params), change, of_new, of_old)
@@ -184,7 +184,7 @@ class Model:
         return hashlib.sha256(np.asarray(digests).tobytes()).hexdigest()[:32]
 
 
-def _mesh_of(tree: Any) -> Mesh | None:
+def _mesh_of(tree: PyTree) -> Mesh | None:
     """Returns the mesh over which arrays of a tree are sharded; None if there is none."""
     shardings = [leaf.sharding for leaf in jax.tree.leaves(tree)]
     meshes = (sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding))

@@ -16,7 +16,7 @@ from jaxcomm.rounds.clock import Clock, Task, Waiting
 from jaxcomm.rounds.hosts import Hosts
 from jaxcomm.rounds.log import Log, News
 from jaxcomm.rounds.model import Global, Model, Packing, Unsent, number_of
-from jaxcomm.types import Params
+from jaxcomm.types import Params, PyTree
 
 POLL = 0.005  # seconds between two looks at a task that a step waits for
 SLACK = 1.2  # of a round's usual time: a worker is slow if its steps would take longer
@@ -72,7 +72,7 @@ class Worker:
         clock: Clock,
         step: LocalStep,
         params: Params,
-        local: Any,
+        local: PyTree,
         *,
         overlap: int,
         every: int,
@@ -93,7 +93,7 @@ class Worker:
 
     # What the user calls.
 
-    def __call__(self, batch: Any) -> dict[str, Any]:
+    def __call__(self, batch: PyTree) -> dict[str, Any]:
         """Takes a local step, and what the round asks for.
 
         It waits for the round only where the next step may not run ahead of it. Every array of the batch has the
@@ -162,7 +162,7 @@ class Worker:
         yield from self._take(hosts.news((yield from hosts.first(self._log.resume()))))
         yield from hosts.first(objects.remove([path]))  # only now: until here, another life could take it up
 
-    def advance(self, batch: Any) -> Waiting[dict[str, Any]]:
+    def advance(self, batch: PyTree) -> Waiting[dict[str, Any]]:
         """Does `__call__`."""
         rows = [np.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if np.ndim(leaf)]
         check_range("batch", rows, "arrays of at least one row", bool(rows) and rows[0] > 0, "Pass the worker's rows")
@@ -357,14 +357,14 @@ class Worker:
         self._unsent = unsent
 
 
-def _on_host(leaf: Any) -> np.ndarray:
+def _on_host(leaf: PyTree) -> np.ndarray:
     """Returns an array, gathered from all processes of this worker if they hold parts of it."""
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable and not leaf.is_fully_replicated:
         return np.asarray(multihost_utils.process_allgather(leaf, tiled=True))
     return np.asarray(leaf)
 
 
-def _placed(leaves: Any, like: Any) -> Any:
+def _placed(leaves: Any, like: PyTree) -> Any:
     """Puts arrays where those of a tree are."""
     old, treedef = jax.tree.flatten(like)
     return treedef.unflatten([jax.device_put(new, leaf.sharding) for new, leaf in zip(leaves, old, strict=True)])

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxcomm.collectives.axis import OTHER_USES, AxisName, abstract_mesh, to_varying, use_mesh, varies
 from jaxcomm.state import TrainState, bypassing, state_specs, trained, vary_exchanged
 from jaxcomm.steps.batch import Batch
+from jaxcomm.types import PyTree
 
 
 def check_agreement(
@@ -42,7 +43,7 @@ def check_agreement(
     def reaches_the_loss(paths: frozenset[str]) -> bool:
         is_reached = False
 
-        def worker(state: TrainState, batch: Any) -> jax.Array:
+        def worker(state: TrainState, batch: PyTree) -> jax.Array:
             nonlocal is_reached
 
             def differ(path: Any, leaf: jax.Array) -> jax.Array:
@@ -75,7 +76,7 @@ def trace_on(
     state: TrainState,
     batch: Batch,
     *,
-    out_specs: Any,
+    out_specs: PyTree,
     how: Callable[..., Any] = jax.shard_map,
 ) -> None:
     """Traces a worker's function on a mesh without devices, on which JAX tracks what differs between workers."""

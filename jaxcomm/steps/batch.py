@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from jaxcomm.types import PyTree
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Batch:
     axes: tuple[int | None, ...] = field(metadata={"static": True})
 
     @classmethod
-    def of(cls, batch: Any, batch_axis: Any = 0, key: Any = None) -> "Batch":
+    def of(cls, batch: PyTree, batch_axis: PyTree = 0, key: Any = None) -> "Batch":
         """Takes a batch apart; see `row_axes`."""
         leaves, treedef = jax.tree.flatten(batch)
         axes = row_axes(batch, batch_axis)
@@ -37,7 +39,7 @@ class Batch:
         rows = [leaf if axis == 0 else jnp.moveaxis(leaf, axis, 0) for leaf, axis in pairs if axis is not None]
         return cls(rows, [leaf for leaf, axis in pairs if axis is None], key, treedef, tuple(axes))
 
-    def tree(self) -> Any:
+    def tree(self) -> PyTree:
         """Returns the user's batch, with the rows that this one has."""
         rows, replicated = iter(self.rows), iter(self.replicated)
         leaves = [
@@ -52,7 +54,7 @@ class Batch:
         return replace(self, rows=items[0], replicated=items[1], key=None if self.key is None else of_others)
 
 
-def row_axes(batch: Any, batch_axis: Any = 0) -> list[int | None]:
+def row_axes(batch: PyTree, batch_axis: PyTree = 0) -> list[int | None]:
     """Returns, for every leaf of a batch, the axis of its rows; None for what is replicated, as scalars are.
 
     Args:
@@ -89,7 +91,7 @@ def row_axes(batch: Any, batch_axis: Any = 0) -> list[int | None]:
 
 
 def check_batch(
-    batch: Any, workers: int, micro_batches: int = 1, batch_axis: Any = 0, *, takes_scalars: bool = True
+    batch: PyTree, workers: int, micro_batches: int = 1, batch_axis: PyTree = 0, *, takes_scalars: bool = True
 ) -> None:
     """Refuses a batch that does not divide evenly, or whose arrays have different numbers of rows.
 
@@ -142,7 +144,7 @@ def check_batch(
             )
 
 
-def check_global(batch: Any, batch_axis: Any = 0) -> None:
+def check_global(batch: PyTree, batch_axis: PyTree = 0) -> None:
     """Refuses a process's own arrays where there are several processes: each would be taken as the whole batch.
 
     Args:

@@ -74,7 +74,7 @@ class WorkerUpdate(Update):
         state, (scalars, exchanged) = self.placement.run(worker, state, batch)
         return state, {**scalars, **exchanged}
 
-    def verify(self, step: Any, state: Any, batch: PyTree, other_bytes: int, beside: Sequence[Traffic]) -> Report:
+    def verify(self, step: Any, state: PyTree, batch: PyTree, other_bytes: int, beside: Sequence[Traffic]) -> Report:
         """Proves what the step sends; see `TrainStep.verify`."""
         return verify(
             step,
@@ -89,13 +89,13 @@ class WorkerUpdate(Update):
             text=step.compile(state, batch).as_text(),
         )
 
-    def loss_program(self, state: Any, batch: Batch) -> Program:
+    def loss_program(self, state: PyTree, batch: Batch) -> Program:
         """Returns the collectives of the loss; see `TrainStep.loss_program`."""
         axis_name = self.placement.axis_name
         if self.placement.mesh is None or self.loss is None or bypassing(state.opt_state, trained(params_like(state))):
             return Program()  # nothing is sent; stages have no collectives; `beside` has them
 
-        def gradients(state: TrainState, batch: Batch) -> Any:
+        def gradients(state: TrainState, batch: Batch) -> PyTree:
             old = without_rows(state)
             params = vary_exchanged(old.params, old.opt_state, axis_name)
             local_gradients = self.gradients_fn(params, old.model_state, batch)
@@ -163,7 +163,7 @@ def rows_of(scalars: dict[str, Any], axis_name: AxisName) -> dict[str, PerWorker
 def settle(
     ok: jax.Array,
     updates: PyTree,
-    opt_state: Any,
+    opt_state: PyTree,
     old_params: Params,
     old_opt_state: Any,
     own_ok: bool | jax.Array = True,
@@ -183,7 +183,7 @@ def settle(
     return keep_unless(ok, params, old_params), new_opt_state
 
 
-def check_new_state(new: Any, old: Any, *, takes_counts: bool = True) -> None:
+def check_new_state(new: PyTree, old: PyTree, *, takes_counts: bool = True) -> None:
     """Refuses a new model state whose structure, shapes or types are not those of the old."""
     check_model_state(old, takes_counts=takes_counts)
     kinds = [jax.tree.map(lambda leaf: (jnp.shape(leaf), jnp.result_type(leaf)), tree) for tree in (new, old)]

@@ -35,7 +35,7 @@ class Gradients(NamedTuple):
 
     scalars: Any
     model_state: PyTree
-    rows: Any
+    rows: PyTree
     losses: Any = None
     ok: Any = None
 

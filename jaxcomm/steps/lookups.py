@@ -13,6 +13,7 @@ from jaxcomm.exchange import leaf_name
 from jaxcomm.layers.sharded_lookup import add_to_rows, gather_ids, send_rows
 from jaxcomm.steps.batch import Batch
 from jaxcomm.steps.sharding import ShardedExchange, spec_axes
+from jaxcomm.types import Params, PyTree
 
 Lookups = Mapping[str, Callable[[Any], jax.Array]]
 _STEPS = 3  # for which an optimizer is tried; a learning rate may start at 0
@@ -32,7 +33,7 @@ class Tables:
     by: tuple[str | None, ...]
     ids: tuple[Callable[[Any], jax.Array], ...]
 
-    def look_up(self, params: Any, batch: Batch) -> tuple[Any, list[jax.Array]]:
+    def look_up(self, params: Params, batch: Batch) -> tuple[Any, list[jax.Array]]:
         """Returns the parameters with vectors in place of the tables, and every table's ids of all workers."""
         leaves, treedef = jax.tree.flatten(params)
         axis = self.exchange.axis_name
@@ -49,7 +50,7 @@ class Tables:
         queue = iter(vectors)
         return treedef.unflatten([leaf if way is None else next(queue) for leaf, way in self._pairs(leaves)]), everyones
 
-    def add(self, params: Any, other_params: Any, updates: Any, everyones: list[jax.Array]) -> Any:
+    def add(self, params: Params, other_params: Any, updates: PyTree, everyones: list[jax.Array]) -> Any:
         """Adds the updates of the vectors to the rows of the tables; takes the other parameters from `other_params`."""
         leaves, treedef = jax.tree.flatten(params)
         axis, by_rows = self.exchange.axis_name, P(self.exchange.names)
@@ -81,7 +82,7 @@ class Tables:
         return [leaf for leaf, way in self._pairs(leaves) if way is not None]
 
 
-def tables_of(lookups: Lookups, params: Any, exchange: ShardedExchange) -> Tables:
+def tables_of(lookups: Lookups, params: Params, exchange: ShardedExchange) -> Tables:
     """Finds the tables among the parameters.
 
     Args:
@@ -114,7 +115,7 @@ def tables_of(lookups: Lookups, params: Any, exchange: ShardedExchange) -> Table
     return Tables(replace(exchange, specs=specs), tuple(ways), ids)
 
 
-def check_additive(exchange: ShardedExchange, params: Any, tables: Tables) -> None:
+def check_additive(exchange: ShardedExchange, params: Params, tables: Tables) -> None:
     """Refuses an optimizer whose update of a row is not the sum of the updates of the row's lookups.
 
     The optimizer is tried on a few numbers: its state must not grow with the table, and the updates of two gradients
@@ -135,7 +136,7 @@ def check_additive(exchange: ShardedExchange, params: Any, tables: Tables) -> No
         state = jax.eval_shape(lambda tree: (before.init(tree), after.init(tree)), small(rows))
         return [leaf.size for leaf in jax.tree.leaves(state)]
 
-    def update(gradients: Any, states: Any) -> tuple[list[Any], Any]:
+    def update(gradients: PyTree, states: Any) -> tuple[list[Any], Any]:
         changed, first = before.update(gradients, states[0], sample)
         changed, second = after.update(changed, states[1], sample)
         changes = zip(jax.tree.leaves(changed), tables.by, strict=True)

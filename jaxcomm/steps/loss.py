@@ -25,7 +25,7 @@ from jaxcomm.steps.reductions import (
     warn_of_unknown,
     warn_of_weights,
 )
-from jaxcomm.types import ExchangeMetrics
+from jaxcomm.types import ExchangeMetrics, Params, PyTree
 
 LossFn = Callable[..., Any]
 GradientsFn = Callable[[Any, Any, Any], tuple[tuple[Any, tuple[dict[str, Any], Any]], Any]]
@@ -198,7 +198,7 @@ def loss_of(
     """
     kinds, known = Scalars() if kinds is None else kinds, set[Any]()
 
-    def parts(params: Any, model_state: Any, batch: Any) -> tuple[Any, dict[str, Any], Any]:
+    def parts(params: Params, model_state: PyTree, batch: PyTree) -> tuple[Any, dict[str, Any], Any]:
         args = (params, model_state, batch) if has_state else (params, batch)
         if isinstance(batch, Batch):
             keys = () if batch.key is None else (jax.random.fold_in(batch.key, lax.axis_index(axis_name)),)
@@ -231,7 +231,7 @@ def loss_of(
                 )
         return value, scalars, model_state
 
-    def loss(params: Any, model_state: Any, batch: Any) -> tuple[jax.Array, tuple[dict[str, jax.Array], Any]]:
+    def loss(params: Params, model_state: PyTree, batch: PyTree) -> tuple[jax.Array, tuple[dict[str, jax.Array], Any]]:
         value, scalars, new_state = parts(params, model_state, batch)
         value, scalars = kinds.checked(value, scalars, axis_name)
         if isinstance(batch, Batch) and (kind := _shapes_of(batch)) not in known:
@@ -260,7 +260,7 @@ def _shapes_of(batch: Batch) -> Any:
     return treedef, tuple((jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
 
 
-def _parts_of(out: Any, model_state: Any, has_aux: bool, has_state: bool) -> tuple[Any, dict[str, Any], Any]:
+def _parts_of(out: PyTree, model_state: PyTree, has_aux: bool, has_state: bool) -> tuple[Any, dict[str, Any], Any]:
     """Splits the output of a loss_fn into the loss, the scalars and the model's new state."""
     if not has_aux and not has_state:
         if isinstance(out, tuple | list):
@@ -321,8 +321,8 @@ def gradients_of(loss: LossFn, axis_name: AxisName) -> GradientsFn:
     booleans and keys among the parameters have no gradients: their gradient is None.
     """
 
-    def gradients(params: Any, model_state: Any, batch: Any) -> Any:
-        def own_loss(trained_params: Any) -> Any:
+    def gradients(params: Params, model_state: PyTree, batch: PyTree) -> PyTree:
+        def own_loss(trained_params: Params) -> Any:
             value, aux = loss(with_untrained(trained_params, params), model_state, batch)
             # A loss that is averaged already is one of each worker, too; else its gradient would lack a factor of K.
             return to_varying(value, axis_name), aux
@@ -343,13 +343,13 @@ def in_turns(gradients_fn: GradientsFn, kinds: Scalars, axis_name: AxisName) -> 
     if micro_batches == 1:
         return gradients_fn
 
-    def gradients(params: Any, model_state: Any, batch: Batch) -> Any:
+    def gradients(params: Params, model_state: PyTree, batch: Batch) -> PyTree:
         rows = [leaf.reshape(micro_batches, len(leaf) // micro_batches, *leaf.shape[1:]) for leaf in batch.rows]
 
-        def vary(state: Any) -> Any:
+        def vary(state: PyTree) -> PyTree:
             return jax.tree.map(lambda leaf: to_varying(leaf, axis_name) if is_averaged(leaf) else leaf, state)
 
-        def one(state: Any, turn: Any) -> Any:
+        def one(state: PyTree, turn: Any) -> Any:
             number, part_rows = turn
             key = None if batch.key is None else jax.random.fold_in(batch.key, number)
             part = replace(batch, rows=part_rows, key=key)
@@ -362,7 +362,7 @@ def in_turns(gradients_fn: GradientsFn, kinds: Scalars, axis_name: AxisName) -> 
         reductions = jax.tree.map(lambda _: jnp.add, shapes)
         reductions[0][1].update(maxima)
 
-        def add(carry: Any, turn: Any) -> Any:
+        def add(carry: PyTree, turn: Any) -> Any:
             totals, state = carry
             item, state = one(state, turn)
             return (jax.tree.map(lambda reduce, *pair: reduce(*pair), reductions, totals, item), state), None

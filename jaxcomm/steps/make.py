@@ -19,6 +19,7 @@ from jaxcomm.steps.settings import StepOptions, StepSettings
 from jaxcomm.steps.sharded import Sharded, ShardedUpdate
 from jaxcomm.steps.step import TrainStep
 from jaxcomm.steps.workers import Replicated, Simulated
+from jaxcomm.types import PyTree
 
 
 def make_train_step(
@@ -26,7 +27,7 @@ def make_train_step(
     tx: optax.GradientTransformation,
     mesh: Mesh,
     *,
-    specs: Any = None,
+    specs: PyTree = None,
     auto: tuple[str, ...] = (),
     lookups: Lookups | None = None,
     has_aux: bool = False,
@@ -34,7 +35,7 @@ def make_train_step(
     sum: str | None = None,
     max: str | None = None,
     accumulate: int = 1,
-    batch_axis: Any = 0,
+    batch_axis: PyTree = 0,
     rng: jax.Array | None = None,
     axis_name: AxisName | None = None,
     donate: bool = True,

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxcomm.collectives.axis import AxisName, axis_names
+from jaxcomm.types import PyTree
 
 
 def _few_threads() -> bool:
@@ -75,10 +76,10 @@ def make_mesh(**axes: int) -> Mesh:
     return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=types, devices=devices[:need])
 
 
-def shapes_on(mesh: Mesh, tree: Any, specs: Any) -> Any:
+def shapes_on(mesh: Mesh, tree: PyTree, specs: PyTree) -> Any:
     """Returns the `jax.ShapeDtypeStruct` of every leaf of a tree, sharded over a mesh by its PartitionSpec."""
 
-    def shape(leaf: Any, spec: P) -> jax.ShapeDtypeStruct:
+    def shape(leaf: PyTree, spec: P) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf), sharding=NamedSharding(mesh, spec))
 
     return jax.tree.map(shape, tree, specs)
@@ -109,7 +110,7 @@ def check_axis(mesh: Mesh, axis_name: AxisName) -> None:
         )
 
 
-def place(tree: Any, shardings: Any) -> Any:
+def place(tree: PyTree, shardings: Any) -> PyTree:
     """Does `jax.device_put`, with an error of its own where processes have other numbers.
 
     Raises:

@@ -43,7 +43,7 @@ class HostOverlap:
         rows, on_mesh = P(axis_name), partial(jax.shard_map, mesh=mesh)
         workers = math.prod(mesh.shape[name] for name in axis_names(axis_name))
 
-        def gradients(params: Params, model_state: PyTree, step: jax.Array, batch: PyTree) -> Any:
+        def gradients(params: Params, model_state: PyTree, step: jax.Array, batch: PyTree) -> PyTree:
             def local_gradients(params: Params, model_state: PyTree, batch: PyTree) -> Any:
                 varying = to_varying(params, axis_name)
                 (loss, (scalars, new_state)), gradient_tree = gradients_fn(varying, model_state, batch)
@@ -57,8 +57,8 @@ class HostOverlap:
                 params, model_state, batch
             )
 
-        def update(params: Params, opt_state: Any) -> Any:
-            def local_update(params: Params, opt_state: Any) -> Any:
+        def update(params: Params, opt_state: PyTree) -> Any:
+            def local_update(params: Params, opt_state: PyTree) -> Any:
                 last = jax.tree.map(lambda row: row[0], opt_state.gradients.rows)  # in place of this step's gradients
                 updates, new = tx.update(last, opt_state, trained(params))
                 exchange = get_exchange(new)
@@ -69,8 +69,8 @@ class HostOverlap:
             specs = state_specs(opt_state)
             return on_mesh(local_update, in_specs=(P(), specs), out_specs=(P(), specs.inner, P()))(params, opt_state)
 
-        def means(scalars: Any, new_state: PyTree, old_state: PyTree, step: jax.Array) -> Any:
-            def local_means(scalars: Any, new_state: PyTree, old_state: PyTree) -> Any:
+        def means(scalars: PyTree, new_state: PyTree, old_state: PyTree, step: jax.Array) -> Any:
+            def local_means(scalars: PyTree, new_state: PyTree, old_state: PyTree) -> Any:
                 scalars, new_state = jax.tree.map(lambda row: row[0], (scalars, new_state))
                 averaged, mean_state = mean_over_workers(scalars, new_state, axis_name, settings.kinds)
                 return averaged, keep_unless(is_finite_tree(mean_state), mean_state, old_state)
@@ -84,7 +84,7 @@ class HostOverlap:
         self._update = settings.jit(update, donate_argnums=1 if settings.donate else ())
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="jaxcomm-gradients")
 
-    def serves(self, state: Any) -> bool:
+    def serves(self, state: PyTree) -> bool:
         """Returns whether it takes the step of this state: that of a delayed chain, on CPUs of several processes."""
         return (
             isinstance(getattr(state, "opt_state", None), DelayedState)

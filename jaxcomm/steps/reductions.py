@@ -28,6 +28,7 @@ from jaxcomm.accounting.jaxpr import (
 )
 from jaxcomm.collectives.axis import abstract_mesh
 from jaxcomm.exchange import SCOPE
+from jaxcomm.types import PyTree
 
 
 class Scaling(NamedTuple):
@@ -178,7 +179,7 @@ class StepScaling(NamedTuple):
 
     @classmethod
     def of(
-        cls, step: Callable[..., Any], program: Any, arrays: Any, specs: Any, has_rows: Sequence[bool], axes: Any
+        cls, step: Callable[..., Any], program: Any, arrays: PyTree, specs: PyTree, has_rows: Sequence[bool], axes: Any
     ) -> "StepScaling":
         """Traces the step of one worker, if there are several.
 
@@ -193,7 +194,7 @@ class StepScaling(NamedTuple):
         (eqn,) = [eqn for eqn in program.jaxpr.eqns if eqn.primitive.name == "shard_map"]
         workers = math.prod(eqn.params["mesh"].shape[axis] for axis in axes)
 
-        def alone(leaf: Any, spec: P, is_batch: bool) -> jax.ShapeDtypeStruct:
+        def alone(leaf: PyTree, spec: P, is_batch: bool) -> jax.ShapeDtypeStruct:
             shape = list(jnp.shape(leaf))
             if spec != P() and not is_batch:
                 shape[len(spec) - 1] //= workers
@@ -312,7 +313,7 @@ class _Walk:
         for var, *values in zip(first.constvars, *(getattr(p, "consts", ()) for p in (program, other)), strict=False):
             known[var] = self._of_constants(*values)
 
-        def read(one: Any, two: Any) -> Scaling:
+        def read(one: PyTree, two: PyTree) -> Scaling:
             if isinstance(one, Literal) and isinstance(two, Literal):
                 return self._of_constants(one.val, two.val)
             return Scaling() if isinstance(one, Literal) else known.get(one, Scaling())
@@ -333,7 +334,7 @@ class _Walk:
             raise _DifferentError
         return [read(*pair) for pair in zip(first.outvars, second.outvars, strict=True)]
 
-    def _of_equation(self, one: Any, two: Any, operands: list[Scaling]) -> list[Scaling]:
+    def _of_equation(self, one: PyTree, two: PyTree, operands: list[Scaling]) -> list[Scaling]:
         name, params = one.primitive.name, one.params
         if name == "scan":
             return self._of_scan(one, two, operands)
@@ -355,7 +356,7 @@ class _Walk:
         pairs = zip(outputs, one.outvars, two.outvars, strict=True)
         return [out if _differs(*pair) or not out.is_own else carried for out, *pair in pairs]
 
-    def _of_primitive(self, one: Any, two: Any, operands: list[Scaling]) -> Scaling:
+    def _of_primitive(self, one: PyTree, two: PyTree, operands: list[Scaling]) -> Scaling:
         name, marks = one.primitive.name, _marks(operands)
         powers = [operand.power for operand in operands]
         if name in _PICK:
@@ -399,7 +400,7 @@ class _Walk:
         is_by_rows = is_plain and not is_ordered and not _is_shifted(one, two) and (has_rows[1] or not has_rows[0])
         return Scaling(is_extreme=_is_extreme(operands), **marks) if is_by_rows else _UNKNOWN._replace(**marks)
 
-    def _of_product(self, one: Any, two: Any, left: Scaling, right: Scaling) -> Scaling:
+    def _of_product(self, one: PyTree, two: PyTree, left: Scaling, right: Scaling) -> Scaling:
         is_quotient, marks = one.primitive.name == "div", _marks([left, right])
         has_total = left.is_total != right.is_total if is_quotient else left.is_total or right.is_total
         is_total = has_total and not marks["is_own"]
@@ -439,7 +440,7 @@ class _Walk:
             power=operand.power if is_known else math.nan, is_own=False, is_total=name not in ("pmax", "pmin")
         )
 
-    def _of_constants(self, one: Any, two: Any) -> Scaling:
+    def _of_constants(self, one: PyTree, two: PyTree) -> Scaling:
         """Returns the scaling of a constant: 1 if it has grown as the rows have, -1 if its inverse has."""
         if not all(map(_is_number, (one, two))):
             return Scaling()
@@ -449,7 +450,7 @@ class _Walk:
         power = math.log(two / one, self.factor) if math.isfinite(one * two) and one * two > 0 else 0.5
         return Scaling(round(power) if math.isclose(power, round(power), abs_tol=1e-6) else math.nan)
 
-    def _of_scan(self, one: Any, two: Any, operands: list[Scaling]) -> list[Scaling]:
+    def _of_scan(self, one: PyTree, two: PyTree, operands: list[Scaling]) -> list[Scaling]:
         bodies = one.params["jaxpr"], two.params["jaxpr"]
         consts, count = scan_counts(one)
         carry, outs = operands[consts : consts + count], list[Scaling]()
@@ -490,7 +491,7 @@ def _accumulation(body: Any, place: int, out: int) -> str:
     return "" if not is_one else "sum" if "add" in ways else "max"
 
 
-def _leads(var: Any, carry: Any, producers: dict[Any, Any]) -> bool:
+def _leads(var: Any, carry: PyTree, producers: dict[Any, Any]) -> bool:
     """Returns whether a variable is computed from the carried one."""
     if isinstance(var, Literal):
         return False
@@ -540,17 +541,17 @@ def _is_exchange(eqn: Any) -> bool:
     return SCOPE in str(eqn.source_info.name_stack)
 
 
-def _differs(one: Any, two: Any) -> bool:
+def _differs(one: PyTree, two: PyTree) -> bool:
     return one.aval.shape != two.aval.shape
 
 
-def _row_axes(one: Any, two: Any) -> list[int]:
+def _row_axes(one: PyTree, two: PyTree) -> list[int]:
     """Returns the axes of an array that are of rows."""
     sizes = zip(one.aval.shape, two.aval.shape, strict=True)
     return [axis for axis, (size, second) in enumerate(sizes) if size != second]
 
 
-def _is_shifted(one: Any, two: Any) -> bool:
+def _is_shifted(one: PyTree, two: PyTree) -> bool:
     """Returns whether a slice takes some rows that are not a part of them: the first, or all but the last."""
     if one.primitive.name != "slice":
         return False
@@ -559,13 +560,13 @@ def _is_shifted(one: Any, two: Any) -> bool:
     return any(size != second and out * second != second_out * size for size, out, second, second_out in sizes)
 
 
-def _rows_along(one: Any, two: Any, axes: Sequence[int]) -> int:
+def _rows_along(one: PyTree, two: PyTree, axes: Sequence[int]) -> int:
     """Returns how many of some axes of the first operand are of rows."""
     var, second = one.invars[0], two.invars[0]
     return len({axis % var.aval.ndim for axis in axes}.intersection(_row_axes(var, second)))
 
 
-def _reduced_axes(one: Any, two: Any) -> int | None:
+def _reduced_axes(one: PyTree, two: PyTree) -> int | None:
     """Returns along how many axes of rows a primitive reduces; None if it does not."""
     name, params = one.primitive.name, one.params
     if name in ("reduce_sum", "reduce_max", "reduce_min", "reduce_or", "reduce_and"):
@@ -582,7 +583,7 @@ def _reduced_axes(one: Any, two: Any) -> int | None:
     return None
 
 
-def _own_axes(one: Any, two: Any) -> int:
+def _own_axes(one: PyTree, two: PyTree) -> int:
     """Returns along how many axes of own rows a primitive reduces; the rows of all workers are more."""
     shape, row_axes = one.invars[0].aval.shape, _row_axes(one.invars[0], two.invars[0])
     fewest = min(shape[axis] for axis in row_axes)
@@ -590,7 +591,7 @@ def _own_axes(one: Any, two: Any) -> int:
     return sum(axis in reduced and shape[axis] == fewest for axis in row_axes)
 
 
-def _reduced(invars: Sequence[Any], second_invars: Sequence[Any], one: Any, two: Any) -> int:
+def _reduced(invars: Sequence[Any], second_invars: Sequence[Any], one: PyTree, two: PyTree) -> int:
     """Returns how many more axes of rows some operands have than the result."""
     pairs = (invars, second_invars), (one.outvars, two.outvars)
     own, results = (sum(map(len, map(_row_axes, *pair))) for pair in pairs)

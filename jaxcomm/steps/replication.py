@@ -18,6 +18,7 @@ from jaxcomm.accounting.jaxpr import COLLECTIVES, UNCOUNTED, equation_axes, inne
 from jaxcomm.collectives.messages import SAME
 from jaxcomm.steps.shard_map import shard_map
 from jaxcomm.steps.sharding import spec_axes
+from jaxcomm.types import PyTree
 
 Axes = frozenset[str]
 See = Callable[[Any, list[Axes], list[Axes]], list[Axes]]
@@ -30,7 +31,7 @@ _REPLICATING = frozenset(name for name, op in COLLECTIVES.items() if op in ("all
 _NOT_TRACKED = "manual ax(is|es)|can only accept axis_name which corresponds to one of"
 
 
-def over_workers(function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any, **options: Any) -> Any:
+def over_workers(function: Callable[..., Any], mesh: Mesh, in_specs: PyTree, out_specs: PyTree, **options: Any) -> Any:
     """Returns `jax.shard_map` of a function that has a user's loss or optimizer in it.
 
     JAX tracks what differs between workers, and so refuses a loop that begins with a constant, or a branch that returns

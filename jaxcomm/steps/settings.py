@@ -23,7 +23,7 @@ class StepOptions(TypedDict, total=False):
     sum: str | None
     max: str | None
     accumulate: int
-    batch_axis: Any
+    batch_axis: PyTree
     rng: jax.Array | None
     donate: bool
 
@@ -38,7 +38,7 @@ class StepSettings:
     sum: str | None = None
     max: str | None = None
     accumulate: int = 1
-    batch_axis: Any = 0
+    batch_axis: PyTree = 0
     rng: jax.Array | None = None
     donate: bool = True
     compiler_options: dict[str, Any] | None = None

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxcomm.steps.sharding import spec_axes
+from jaxcomm.types import PyTree
 
 _MANY = 16  # arrays of a kind that are worth a concatenation
 
@@ -71,7 +72,7 @@ class _Groups:
         return [by_place[place] for place in range(len(by_place))]
 
 
-def shard_map(function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any, **options: Any) -> Any:
+def shard_map(function: Callable[..., Any], mesh: Mesh, in_specs: PyTree, out_specs: PyTree, **options: Any) -> Any:
     """Does what `jax.shard_map` does; where there are many arrays of a kind, they go in and out as one.
 
     For each use of an argument, XLA's partitioner goes through the shardings of all arguments. With 2,400 of them, it
@@ -115,7 +116,7 @@ def shard_map(function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs
     return call
 
 
-def _spec_leaves(specs: Any, tree: Any) -> list[P]:
+def _spec_leaves(specs: PyTree, tree: PyTree) -> list[P]:
     return jax.tree.leaves(jax.tree.broadcast(specs, tree))
 
 

@@ -81,7 +81,7 @@ class Sharded(Placement):
         self,
         tx: optax.GradientTransformation,
         mesh: Mesh,
-        specs: Any,
+        specs: PyTree,
         auto: tuple[str, ...],
         axis_name: AxisName,
         lookups: Lookups | None = None,
@@ -162,12 +162,12 @@ class Sharded(Placement):
         model = self.plan(like).global_model(split_state(state).exchange, trained(like))
         return with_untrained(model, jax.tree.map(lambda rows: rows[0], state.params.rows))
 
-    def see(self, state: Any) -> None:
+    def see(self, state: PyTree) -> None:
         """Takes the specs from the first parameters, if none were given; see `Placement.see`."""
         if self.specs is not None or not isinstance(state, TrainState):  # the step itself refuses any other state
             return
 
-        def without_row(leaf: Any) -> Any:
+        def without_row(leaf: PyTree) -> Any:
             sharding = getattr(leaf, "sharding", None)
             placed = NamedSharding(self.mesh, P(*sharding.spec[1:])) if isinstance(sharding, NamedSharding) else None
             return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, sharding=placed)
@@ -321,7 +321,7 @@ class ShardedUpdate(Update):
         scalars = jax.tree.map(self.placement.lay, scalars, state_specs(scalars))
         return new, {**scalars, **exchanged.metrics._asdict()}
 
-    def verify(self, step: Any, state: Any, batch: PyTree, other_bytes: int, beside: Sequence[Traffic]) -> Report:
+    def verify(self, step: Any, state: PyTree, batch: PyTree, other_bytes: int, beside: Sequence[Traffic]) -> Report:
         """Proves what the step sends over the workers' axes; see `TrainStep.verify`."""
         place, params = self.placement, params_like(state)
         claimed, of_layers, exchange = Program(), Program(list(beside)), place.plan(params)
@@ -350,7 +350,7 @@ class ShardedUpdate(Update):
         return check_bytes(text, traced, claimed, slack, place.axis_name, place.mesh, activations=layers)
 
 
-def _sharding_of(leaf: Any) -> Any:
+def _sharding_of(leaf: PyTree) -> Any:
     """Returns the sharding of a parameter, or P() if it has none or is replicated."""
     sharding = getattr(leaf, "sharding", None)
     return P() if sharding is None or sharding.is_fully_replicated else sharding
@@ -364,7 +364,7 @@ def specs_like(tree: PyTree, params: Params, specs: Sequence[P], default: P) -> 
     paths = jax.tree_util.tree_leaves_with_path(params)
     like = {path: (leaf.shape, spec) for (path, leaf), spec in zip(paths, specs, strict=True)}
 
-    def spec(path: Any, leaf: Any) -> P:
+    def spec(path: Any, leaf: PyTree) -> P:
         ends = (like.get(tuple(path[start:])) for start in range(len(path) + 1))
         shape, spec = next((candidate for candidate in ends if candidate is not None), ((), default))
         return spec if leaf.shape == shape else default
@@ -372,5 +372,5 @@ def specs_like(tree: PyTree, params: Params, specs: Sequence[P], default: P) -> 
     return jax.tree_util.tree_map_with_path(spec, tree)
 
 
-def _unwrap_rows(node: Any) -> Any:
+def _unwrap_rows(node: PyTree) -> Any:
     return node.rows if is_per_worker(node) else node

@@ -100,7 +100,7 @@ class ShardedExchange:
     def within(self, axes: tuple[str, ...]) -> "ShardedExchange":
         """Returns the exchange as it is in a region that is manual over some axes: with these in its specs alone."""
 
-        def part(entry: Any) -> tuple[str, ...] | None:
+        def part(entry: PyTree) -> tuple[str, ...] | None:
             return tuple(name for name in _names_of(entry) if name in axes) or None
 
         specs, untrained = (tuple(P(*map(part, spec)) for spec in group) for group in (self.specs, self.untrained))
@@ -116,7 +116,7 @@ class ShardedExchange:
         pairs = zip(self.specs, self.reduced, strict=True)
         return treedef.unflatten([spec if is_reduced else P(self.names, *spec) for spec, is_reduced in pairs])
 
-    def per_worker(self, rows: Any) -> PerWorker:
+    def per_worker(self, rows: PyTree) -> PerWorker:
         """Marks rows (K, ...) as those of workers that train on their own."""
         return PerWorker(rows, self.names, is_local=True)
 
@@ -163,7 +163,7 @@ class ShardedExchange:
         )
         return update(gradients, state, params)
 
-    def global_model(self, state: ShardedState, like: Any) -> Any:
+    def global_model(self, state: ShardedState, like: PyTree) -> PyTree:
         """Returns the global model of a local method, placed by `specs`. Call it under `jax.jit`.
 
         Args:
@@ -172,7 +172,7 @@ class ShardedExchange:
         """
         treedef = jax.tree.structure(like)
 
-        def split_rows(node: Any) -> Any:
+        def split_rows(node: PyTree) -> Any:
             """Reshapes rows of workers and shards (K S, ...) to (K, S, ...); to (1, S, ...) what differs by shards."""
             if not is_per_worker(node):
                 return node
@@ -180,10 +180,10 @@ class ShardedExchange:
             rows = jax.tree.map(lambda x: x.reshape(workers, len(x) // workers, *x.shape[1:]), node.rows)
             return replace(node, rows=rows)
 
-        def spec_of(node: Any) -> P:
+        def spec_of(node: PyTree) -> P:
             return P(None, node.axes[len(node.axes) - node.shards :] or None) if is_per_worker(node) else P()
 
-        def of_shard(node: Any) -> Any:
+        def of_shard(node: PyTree) -> Any:
             """Returns this shard's rows of all workers, as a method's `global_model` takes them."""
             if not is_per_worker(node):
                 return node
@@ -274,14 +274,14 @@ class ShardedExchange:
     def _local(self, params: Params) -> Any:
         """Returns the shapes of a device's shards, in a tree like the parameters'."""
 
-        def shape(leaf: Any, spec: P) -> jax.ShapeDtypeStruct:
+        def shape(leaf: PyTree, spec: P) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(NamedSharding(self.mesh, spec).shard_shape(leaf.shape), leaf.dtype)
 
         return jax.tree.map(shape, params, jax.tree.structure(params).unflatten(self.specs))
 
 
 def plan_shards(
-    tx: optax.GradientTransformation, mesh: Mesh, specs: Any, params: Params, axis_name: AxisName
+    tx: optax.GradientTransformation, mesh: Mesh, specs: PyTree, params: Params, axis_name: AxisName
 ) -> ShardedExchange:
     """Splits a chain at its exchange, and checks the PartitionSpecs.
 
@@ -335,13 +335,13 @@ def plan_shards(
     return exchange
 
 
-def _flat_specs(specs: Any, params: Params) -> tuple[P, ...]:
+def _flat_specs(specs: PyTree, params: Params) -> tuple[P, ...]:
     """Returns the PartitionSpec of every parameter, from a tree of specs or a prefix of it."""
 
-    def is_spec(node: Any) -> bool:
+    def is_spec(node: PyTree) -> bool:
         return isinstance(node, P)
 
-    def spec_of(node: Any) -> Any:
+    def spec_of(node: PyTree) -> Any:
         if isinstance(node, Sharding) and node.is_fully_replicated:
             return P()
         return node.spec if isinstance(node, NamedSharding) else node
@@ -385,7 +385,7 @@ def _check_spec(path: str, shape: tuple[int, ...], spec: P, mesh: Mesh, names: t
             )
 
 
-def _names_of(entry: Any) -> tuple[str, ...]:
+def _names_of(entry: PyTree) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
@@ -406,12 +406,12 @@ def _join(parts: list[Any], treedef: Any) -> Any:
     return treedef.unflatten([next(leaf for leaf in row if leaf is not None) for row in rows])
 
 
-def _pack(state: Any, axes: tuple[str, ...]) -> Any:
+def _pack(state: PyTree, axes: tuple[str, ...]) -> Any:
     """Gives the state of a group's exchange a row for each shard, in addition to the rows of workers."""
     if not axes:
         return state
 
-    def row(node: Any) -> PerWorker:
+    def row(node: PyTree) -> PerWorker:
         if is_per_worker(node):
             return replace(node, axes=(*node.axes, *axes), shards=node.shards + len(axes))
         return PerWorker(node[None], axes, shards=len(axes))
@@ -419,10 +419,10 @@ def _pack(state: Any, axes: tuple[str, ...]) -> Any:
     return jax.tree.map(row, state, is_leaf=is_per_worker)
 
 
-def _unpack(state: Any, axes: tuple[str, ...]) -> Any:
+def _unpack(state: PyTree, axes: tuple[str, ...]) -> PyTree:
     """Returns the state that a device's exchange takes; the inverse of `_pack`."""
 
-    def unpack_node(node: Any) -> Any:
+    def unpack_node(node: PyTree) -> PyTree:
         if not axes or not is_per_worker(node):
             return node
         workers = node.axes[: len(node.axes) - len(axes)]

@@ -84,7 +84,7 @@ class Placement(ABC):
         """Converts a state to another number of workers; see `TrainStep.resize`."""
         return resize_workers(state, workers)
 
-    def see(self, state: Any) -> None:
+    def see(self, state: PyTree) -> None:
         """Notes what only arrays on devices tell; called before a state is traced."""
         del state
 
@@ -108,11 +108,11 @@ class Update(ABC):
 
     @abstractmethod
     def verify(
-        self, step: "TrainStep", state: Any, batch: PyTree, other_bytes: int, beside: Sequence[Traffic]
+        self, step: "TrainStep", state: PyTree, batch: PyTree, other_bytes: int, beside: Sequence[Traffic]
     ) -> Report:
         """Proves what the step sends; see `TrainStep.verify`."""
 
-    def loss_program(self, state: Any, batch: Batch) -> Program:
+    def loss_program(self, state: PyTree, batch: Batch) -> Program:
         """Returns the collectives of the loss and of its gradient, unless `verify` counts them by itself."""
         del state, batch
         return Program()
@@ -181,18 +181,18 @@ class TrainStep:
         return self._jitted(state, batch)
 
     @on_step_mesh
-    def trace(self, state: Any, batch: PyTree) -> Any:
+    def trace(self, state: PyTree, batch: PyTree) -> Any:
         """Traces the step for arrays or shapes, as `jax.jit(...).trace` does."""
         self._placement.see(state)
         return self._jitted.trace(state, batch)
 
     @on_step_mesh
-    def lower(self, state: Any, batch: PyTree) -> Any:
+    def lower(self, state: PyTree, batch: PyTree) -> Any:
         """Lowers the step for arrays or shapes, as `jax.jit(...).lower` does."""
         self._placement.see(state)
         return self._jitted.lower(state, batch)
 
-    def compile(self, state: Any, batch: PyTree) -> Any:
+    def compile(self, state: PyTree, batch: PyTree) -> Any:
         """Compiles the step for arrays or shapes; later calls use the program while their arguments match it."""
         self._executable = self.lower(state, batch).compile()
         return self._executable
@@ -245,7 +245,7 @@ class TrainStep:
         """
         return self._placement.resize(state, workers)
 
-    def report(self, state: Any, batch: PyTree) -> WireReport:
+    def report(self, state: PyTree, batch: PyTree) -> WireReport:
         """Predicts the bytes of a whole step, losses and metrics included, by tracing it. Shapes are enough.
 
         Raises:
@@ -255,7 +255,7 @@ class TrainStep:
         return step_report(self, state, batch, params=params_like(state), workers=self.workers)
 
     @on_step_mesh
-    def verify(self, state: Any, batch: PyTree, *, other_bytes: int = 256, beside: Sequence[Traffic] = ()) -> Report:
+    def verify(self, state: PyTree, batch: PyTree, *, other_bytes: int = 256, beside: Sequence[Traffic] = ()) -> Report:
         """Proves from the compiled text that the step sends what its exchange claims, no more and no less.
 
         With sharded parameters, collectives over other axes than the workers' do not count, and what the loss sends
@@ -277,7 +277,7 @@ class TrainStep:
         self._check_mesh("verified", "make_train_step")
         return self._update.verify(self, state, batch, other_bytes, beside)
 
-    def loss_program(self, state: Any, batch: PyTree) -> Program:
+    def loss_program(self, state: PyTree, batch: PyTree) -> Program:
         """Returns the collectives of the loss and of its gradient, unless `verify` counts them by itself."""
         return self._update.loss_program(state, jax.eval_shape(self._batch, state.step, batch))
 
@@ -306,7 +306,7 @@ class TrainStep:
         return jax.device_put(state, shardings), treedef.unflatten(jax.device_put(leaves, list(map(on_mesh, rows))))
 
 
-def params_like(state: Any) -> Any:
+def params_like(state: PyTree) -> Any:
     """Returns the shapes of one worker's parameters."""
     check_state(state, {})
     if not is_per_worker(state.params):
@@ -314,7 +314,7 @@ def params_like(state: Any) -> Any:
     return jax.eval_shape(lambda rows: jax.tree.map(lambda x: x[0], rows), state.params.rows)
 
 
-def check_state(state: Any, sizes: Mapping[str, int]) -> None:
+def check_state(state: PyTree, sizes: Mapping[str, int]) -> None:
     """Refuses anything but a `TrainState`, and a state of another number of workers.
 
     Raises:
@@ -345,7 +345,7 @@ def _process_rows(rows: jax.Array) -> jax.Array:
     return jnp.concatenate(jax.device_put(list(shards.values()), next(iter(shards.values())).device))
 
 
-def _check_kept(state: Any) -> None:
+def _check_kept(state: PyTree) -> None:
     """Refuses a state whose memory was donated.
 
     Raises:
@@ -361,5 +361,5 @@ def _check_kept(state: Any) -> None:
             )
 
 
-def _is_deleted(leaf: Any) -> bool:
+def _is_deleted(leaf: PyTree) -> bool:
     return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted()

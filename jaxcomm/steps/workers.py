@@ -140,7 +140,7 @@ class Simulated(WorkerPlacement):
     def accepted(self, batch: PyTree) -> Any:
         """Moves arrays whose types have a mesh of Explicit axes to the host: such types do not fit a `jax.vmap`."""
 
-        def to_host(leaf: Any) -> Any:
+        def to_host(leaf: PyTree) -> Any:
             mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)
             if not isinstance(mesh, Mesh) or AxisType.Explicit not in mesh.axis_types:
                 return leaf
@@ -171,7 +171,7 @@ class Simulated(WorkerPlacement):
             function = jax.vmap(function, in_axes=(state_axes, rows), out_axes=out_axes, axis_name=name)
         return jax.tree.map(_rows_together, function(state, parts), is_leaf=is_per_worker)
 
-    def _split_rows(self, node: Any) -> Any:
+    def _split_rows(self, node: PyTree) -> Any:
         """Reshapes rows (K, ...) to (*sizes, 1, ...): each worker sees its row as (1, ...), as on a mesh."""
         if not is_per_worker(node):
             return node
@@ -182,7 +182,7 @@ class Simulated(WorkerPlacement):
 def _first_state(placement: WorkerPlacement, params: Params, model_state: PyTree) -> TrainState:
     """Returns the state of all workers before the first step, with the same row for each."""
 
-    def rows(node: Any) -> Any:
+    def rows(node: PyTree) -> Any:
         if not is_per_worker(node):
             return node
         count = math.prod(placement.row_sizes[name] for name in node.axes)
@@ -197,7 +197,7 @@ def scalar_spec(state: TrainState, axis_name: AxisName) -> P:
     return P(axis_name) if works_alone(state.opt_state, state.model_state) else P()
 
 
-def _rows_together(node: Any) -> Any:
+def _rows_together(node: PyTree) -> Any:
     """Inverts `_split_rows`."""
     if not is_per_worker(node):
         return node
@@ -205,10 +205,10 @@ def _rows_together(node: Any) -> Any:
     return jax.tree.map(lambda rows: rows.reshape(math.prod(rows.shape[:depth]), *rows.shape[depth:]), node)
 
 
-def _axes_of(state: Any, name: str) -> Any:
+def _axes_of(state: PyTree, name: str) -> Any:
     """Returns the `in_axes` of a `jax.vmap` over one axis of workers."""
 
-    def axis(node: Any) -> int | None:
+    def axis(node: PyTree) -> int | None:
         return 0 if is_per_worker(node) and name in node.axes else None
 
     return jax.tree.map(axis, state, is_leaf=is_per_worker)

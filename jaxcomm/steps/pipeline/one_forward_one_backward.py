@@ -13,6 +13,7 @@ from jax import lax
 
 from jaxcomm.collectives.boundary import Encoded, Route, send_backward, send_forward
 from jaxcomm.steps.pipeline.pipeline import STAGE_AXIS, Schedule, at, run_ticks
+from jaxcomm.types import Params, PyTree
 
 
 class OneForwardOneBackward(Schedule):
@@ -26,7 +27,7 @@ class OneForwardOneBackward(Schedule):
     program, so each has room for the inputs of every stage: (S - 1)^2 micro-batches instead of M (S - 1).
     """
 
-    def gradients(self, params: list[jax.Array], model_state: list[jax.Array]) -> Any:
+    def gradients(self, params: list[jax.Array], model_state: list[jax.Array]) -> PyTree:
         """Returns the totals, and the gradients of this stage's stacked parameters."""
         size, count, cuts = self.pipeline.size, self.pipeline.micro_batches, self.plan.cuts
         nothing, totals = self._nothing(model_state)
@@ -36,7 +37,7 @@ class OneForwardOneBackward(Schedule):
         ]
         carry = self._vary((waiting, _values(nothing), jax.tree.map(jnp.zeros_like, params), totals))
 
-        def inboxes(stage: int, micro_batch: Any, waiting: list[Any]) -> list[Any]:
+        def inboxes(stage: int, micro_batch: PyTree, waiting: list[Any]) -> list[Any]:
             """Returns a micro-batch's inputs of this stage, and zeros for the other stages."""
             boxes = list(nothing)
             if stage:
@@ -44,10 +45,10 @@ class OneForwardOneBackward(Schedule):
                 boxes[stage - 1] = jax.tree.map(lambda x: at(x, micro_batch % len(x)), saved)
             return self._vary(boxes)
 
-        def ahead(stage: int, micro_batch: Any, params: Any, waiting: Any) -> Any:
+        def ahead(stage: int, micro_batch: PyTree, params: Params, waiting: PyTree) -> Any:
             return self._branch(stage, model_state, micro_batch)(params, inboxes(stage, micro_batch, waiting))[0]
 
-        def backward_stage(stage: int, micro_batch: Any, params: Any, waiting: Any, arrived: Any) -> Any:
+        def backward_stage(stage: int, micro_batch: PyTree, params: Params, waiting: PyTree, arrived: Any) -> Any:
             """Returns the gradients of the stage's inputs, those of the parameters, and the totals."""
             boxes = inboxes(stage, micro_batch, waiting)
 
@@ -62,7 +63,7 @@ class OneForwardOneBackward(Schedule):
             _, pull, totals = jax.vjp(run, _values(boxes), params, has_aux=True)
             return *pull(self._vary((arrived, jnp.float32(1 / count)))), totals
 
-        def tick(carry: Any, time: Any, active: tuple[list[int], list[int]], in_loop: bool) -> Any:
+        def tick(carry: PyTree, time: Any, active: tuple[list[int], list[int]], in_loop: bool) -> PyTree:
             del in_loop
             waiting, arrived, sums, totals = carry
             forward = {stage: time - stage for stage in active[0]}  # their micro-batches
@@ -99,6 +100,6 @@ def _values(boxes: list[list[Encoded]]) -> list[list[jax.Array]]:
     return [[box.values for box in stage_boxes] for stage_boxes in boxes]
 
 
-def _put(micro_batch: Any, saved: jax.Array, new: jax.Array) -> jax.Array:
+def _put(micro_batch: PyTree, saved: jax.Array, new: jax.Array) -> jax.Array:
     """Overwrites the oldest micro-batch that is kept."""
     return lax.dynamic_update_index_in_dim(saved, new, micro_batch % len(saved), 0)

@@ -29,6 +29,7 @@ from jaxcomm.layers.boundary import Boundary, dct_mp
 from jaxcomm.layout import stacked
 from jaxcomm.steps.batch import check_batch
 from jaxcomm.steps.pipeline.stage_params import StackedParams, plan_stacked
+from jaxcomm.types import Params, PyTree
 
 StageFn = Callable[..., Any]
 STAGE_AXIS = "stage"
@@ -106,13 +107,13 @@ class Pipeline:
         """Returns the boundary after a stage."""
         return dct_mp(0.0) if self.boundaries is None else self.boundaries[stage]
 
-    def run_stage(self, stage: int, params: Any, model_state: Any, x: Any, batch: Any) -> tuple[Any, Any]:
+    def run_stage(self, stage: int, params: Params, model_state: PyTree, x: Any, batch: PyTree) -> tuple[Any, Any]:
         """Runs one stage on one micro-batch; returns (x, model state)."""
         if self.model_state is not None:
             return self.stages[stage](params, model_state, x, batch)
         return self.stages[stage](params, x, batch), model_state
 
-    def plan(self, batch: Any) -> "Plan":
+    def plan(self, batch: PyTree) -> "Plan":
         """Finds the shapes of the activations that cross, from the shapes of one worker's batch.
 
         Raises:
@@ -135,7 +136,7 @@ class Pipeline:
         return Plan(cuts, tuple(scalars))
 
     def report(
-        self, tx: optax.GradientTransformation, batch: Any, workers: int, *, axis_name: AxisName = "data"
+        self, tx: optax.GradientTransformation, batch: PyTree, workers: int, *, axis_name: AxisName = "data"
     ) -> PipelineReport:
         """Predicts the bytes of a step from shapes alone; no devices are needed.
 
@@ -168,7 +169,7 @@ class Pipeline:
         slots = self.param_slots
         return [jax.ShapeDtypeStruct(*pair) for pair in zip(slots.shapes, slots.dtypes, strict=True)]
 
-    def _micro_struct(self, leaf: Any) -> jax.ShapeDtypeStruct:
+    def _micro_struct(self, leaf: PyTree) -> jax.ShapeDtypeStruct:
         rows = leaf.shape[0] if leaf.ndim else 0
         if rows == 0 or rows % self.micro_batches:
             raise ValueError(
@@ -178,7 +179,7 @@ class Pipeline:
         return jax.ShapeDtypeStruct((rows // self.micro_batches, *leaf.shape[1:]), leaf.dtype)
 
 
-def _shapes(tree: Any) -> Any:
+def _shapes(tree: PyTree) -> Any:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), tree)
 
 
@@ -210,7 +211,7 @@ def _trace_stage(stage: int, run: Callable[..., Any], *args: Any) -> Any:
     return shapes
 
 
-def _check_new_state(stage: int, new: Any, old: Any) -> None:
+def _check_new_state(stage: int, new: PyTree, old: PyTree) -> None:
     if jax.tree.structure(new) != jax.tree.structure(old) or jax.tree.leaves(new) != jax.tree.leaves(old):
         raise ValueError(
             f"A stage must return a model state of the structure, shapes and types of the old one; got {new} for {old} "
@@ -287,7 +288,7 @@ class Schedule:
         self,
         pipeline: Pipeline,
         axis_name: AxisName,
-        batch: Any,
+        batch: PyTree,
         seed: jax.Array,
     ):
         """Prepares a batch of one worker's rows; `seed` is for random boundaries, and differs between steps."""
@@ -297,7 +298,7 @@ class Schedule:
         self.batch = jax.tree.map(lambda leaf: leaf.reshape(count, -1, *leaf.shape[1:]), self._vary(batch))
         self.seed = seed
 
-    def gradients(self, params: list[jax.Array], model_state: list[jax.Array]) -> Any:
+    def gradients(self, params: list[jax.Array], model_state: list[jax.Array]) -> PyTree:
         """Returns the totals of `run`, and the gradients of this stage's stacked parameters."""
 
         def loss_fn(params: list[jax.Array]) -> tuple[jax.Array, _Totals]:
@@ -315,10 +316,10 @@ class Schedule:
         size, count = self.pipeline.size, self.pipeline.micro_batches
         carry = self._vary(self._nothing(model_state))
 
-        def tick(carry: Any, time: Any, active: list[int], in_loop: bool) -> Any:
+        def tick(carry: PyTree, time: Any, active: list[int], in_loop: bool) -> PyTree:
             inboxes, totals = carry
 
-            def compute(params: Any, inboxes: Any) -> Any:
+            def compute(params: Params, inboxes: Any) -> Any:
                 branches = {stage: self._branch(stage, model_state, time - stage) for stage in active}
                 return self._switch(branches, params, inboxes)
 
@@ -350,7 +351,7 @@ class Schedule:
             functions.append(lambda *args: jax.tree.map(zeros_of, kinds))
         return lax.switch(jnp.asarray(index_of_stage)[lax.axis_index(STAGE_AXIS)], functions, *args)
 
-    def _branch(self, stage: int, model_state: list[jax.Array], micro_batch: Any) -> Callable[..., Any]:
+    def _branch(self, stage: int, model_state: list[jax.Array], micro_batch: PyTree) -> Callable[..., Any]:
         pipeline, cuts, last = self.pipeline, self.plan.cuts, self.pipeline.size - 1
 
         def branch(slots: list[jax.Array], inboxes: list[list[Encoded]]) -> Any:
@@ -376,14 +377,14 @@ class Schedule:
         totals = _Totals(zero, dict.fromkeys(self.plan.scalars, zero), [jnp.zeros_like(slot) for slot in model_state])
         return [cut.nothing() for cut in self.plan.cuts], totals
 
-    def _send(self, stage: int, outbox: list[Encoded], micro_batch: Any) -> list[Encoded]:
+    def _send(self, stage: int, outbox: list[Encoded], micro_batch: PyTree) -> list[Encoded]:
         key = self._key(stage, micro_batch)
         return send(self.plan.cuts[stage].formats, outbox, STAGE_AXIS, stage, key)
 
-    def _key(self, stage: int, micro_batch: Any) -> jax.Array:
+    def _key(self, stage: int, micro_batch: PyTree) -> jax.Array:
         return noise.make_key(self.seed, stage, micro_batch)
 
-    def _vary(self, tree: Any) -> Any:
+    def _vary(self, tree: PyTree) -> Any:
         return to_varying(tree, self.all_axes)
 
 
@@ -392,7 +393,7 @@ def at(array: jax.Array, index: Any) -> jax.Array:
     return lax.dynamic_index_in_dim(array, index, keepdims=False)
 
 
-def run_ticks(tick: Callable[..., Any], carry: Any, active_at: Callable[[int], Any], count: int) -> Any:
+def run_ticks(tick: Callable[..., Any], carry: PyTree, active_at: Callable[[int], Any], count: int) -> Any:
     """Runs ticks in order; successive ticks with the same active stages become one loop.
 
     Args:

@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxcomm.types import PyTree
+
 
 @dataclass(frozen=True)
 class StackedParams:
@@ -38,7 +40,7 @@ class StackedParams:
         shapes = self.tensors[stage]
         return tree.unflatten([_take(slots[n], shape) for n, shape in zip(numbers, shapes, strict=True)])
 
-    def to_slots(self, stage: int, tree: Any) -> list[jax.Array]:
+    def to_slots(self, stage: int, tree: PyTree) -> list[jax.Array]:
         """Puts a stage's tree into slots; unused slots, and the padding of a slot, are zero."""
         numbers, leaves = jax.tree.leaves(self.stages[stage]), jax.tree.leaves(tree)
         leaf_of_slot = dict(zip(numbers, leaves, strict=True))
@@ -103,7 +105,7 @@ def _take(slot: Any, shape: tuple[int, ...]) -> Any:
     return slot if slot.shape == shape else slot.reshape(-1)[: math.prod(shape)].reshape(shape)
 
 
-def _put(leaf: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+def _put(leaf: PyTree, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     if leaf is None:
         return jnp.zeros(shape, dtype)
     if np.shape(leaf) == shape:

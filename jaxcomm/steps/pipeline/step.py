@@ -53,7 +53,7 @@ def pipeline_step(
     placement = Staged(replace(pipeline, loss_fn=loss), tx, mesh, settings.axis_name)
     gradients_fn = _gradients_of(placement.pipeline, settings.axis_name)
 
-    def gradients(params: list[jax.Array], model_state: dict[str, Any], batch: Batch) -> Any:
+    def gradients(params: list[jax.Array], model_state: dict[str, Any], batch: Batch) -> PyTree:
         leaves, treedef = jax.tree.flatten(batch.tree())
         settings.kinds.check_scaling(
             lambda rows: _whole_model(pipeline, treedef.unflatten(rows)), leaves, settings.axis_name
@@ -98,12 +98,12 @@ class Staged(WorkerPlacement):
     def worker_tx(self) -> optax.GradientTransformation:
         """The chain, which counts each stage's own elements."""
 
-        def init(params: Params) -> Any:
+        def init(params: Params) -> PyTree:
             with self.pipeline.exchanging():
                 return self.tx.init(params)
 
         # Only the last stage has the loss, so a chain that takes it (reduce_on_plateau, a line search) must fail.
-        def update(updates: PyTree, state: Any, params: Params) -> tuple[Any, Any]:
+        def update(updates: PyTree, state: PyTree, params: Params) -> tuple[Any, Any]:
             with self.pipeline.exchanging(on_stages=True):
                 return self.tx.update(updates, state, params)
 
@@ -184,7 +184,7 @@ class StagedUpdate(WorkerUpdate):
 
     placement: Staged
 
-    def verify(self, step: Any, state: Any, batch: PyTree, other_bytes: int, beside: Sequence[Traffic]) -> Report:
+    def verify(self, step: Any, state: PyTree, batch: PyTree, other_bytes: int, beside: Sequence[Traffic]) -> Report:
         """Proves what the step sends; see `verify_pipeline`."""
         if beside:
             raise ValueError(f"beside must be empty for a pipeline, whose layers cannot gather; got {beside}.")
@@ -205,7 +205,7 @@ def _gradients_of(pipeline: Pipeline, axis_name: AxisName) -> GradientsFn:
     """Returns (params, model_state, batch) -> ((loss, (scalars, new model_state)), gradients) for a device's stage."""
     run = Schedule if pipeline.schedule == "gpipe" else OneForwardOneBackward
 
-    def gradients(params: list[jax.Array], model_state: dict[str, Any], batch: Batch) -> Any:
+    def gradients(params: list[jax.Array], model_state: dict[str, Any], batch: Batch) -> PyTree:
         schedule = run(pipeline, axis_name, batch.tree(), seed=batch.key)
         totals, gradients = schedule.gradients(params, model_state["stages"])
         return (totals.loss, (totals.scalars, {"stages": totals.model_state})), _broken_together(gradients)

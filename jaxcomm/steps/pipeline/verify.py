@@ -13,12 +13,13 @@ from jaxcomm.accounting.jaxpr import jaxpr_program
 from jaxcomm.accounting.report import PipelineReport, as_compiled, exchange_report, kind_of_device
 from jaxcomm.collectives.axis import AxisName, axis_names
 from jaxcomm.steps.pipeline.pipeline import STAGE_AXIS, Pipeline
+from jaxcomm.types import PyTree
 
 
 def verify_pipeline(
     step: Any,
-    state: Any,
-    batch: Any,
+    state: PyTree,
+    batch: PyTree,
     *,
     pipeline: Pipeline,
     tx: optax.GradientTransformation,
