@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.extend.core import ClosedJaxpr
 
 from jaxcomm.traffic import Program, Traffic, count_bytes
 
@@ -29,7 +30,7 @@ def traced_program(function: Callable[..., Any], *args: Any) -> Program:
     return jaxpr_program(jax.make_jaxpr(function)(*args))
 
 
-def jaxpr_program(closed: Any, outside: str | None = None) -> Program:
+def jaxpr_program(closed: ClosedJaxpr, outside: str | None = None) -> Program:
     """Returns the collectives of a traced program; with `outside`, those outside the `jax.named_scope` of that name.
 
     Raises:
@@ -38,7 +39,7 @@ def jaxpr_program(closed: Any, outside: str | None = None) -> Program:
     return _read_jaxpr(closed.jaxpr, {}, outside)
 
 
-def jaxpr_communicates(closed: Any) -> bool:
+def jaxpr_communicates(closed: ClosedJaxpr) -> bool:
     """Returns whether there is any collective in a traced program, in any loop or branch."""
     equations = inner_jaxpr(closed).eqns
     if any(eqn.primitive.name in (*COLLECTIVES, *UNCOUNTED) for eqn in equations):

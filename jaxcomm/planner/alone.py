@@ -43,7 +43,7 @@ def without_wire(function: Callable[..., Any], workers: int | tuple[int, ...], a
     return run
 
 
-def _evaluate(closed: Any, args: list[Any]) -> list[Any]:
+def _evaluate(closed: ClosedJaxpr, args: list[Any]) -> list[Any]:
     """Runs a closed program equation by equation."""
     jaxpr, values = closed.jaxpr, {}
 
@@ -89,11 +89,11 @@ def _communicates(eqn: Any) -> bool:
     )
 
 
-def _as_tuple(closed: Any, *args: Any) -> tuple[Any, ...]:
+def _as_tuple(closed: ClosedJaxpr, *args: Any) -> tuple[Any, ...]:
     return tuple(_evaluate(closed, list(args)))
 
 
-def _rebuilt(closed: Any) -> Any:
+def _rebuilt(closed: ClosedJaxpr) -> Any:
     return jax.make_jaxpr(functools.partial(_as_tuple, closed))(*closed.in_avals)
 
 
