@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.tree_util import KeyPath
 
 from jaxcomm.checks import Rule, check_range, rules_of
 from jaxcomm.collectives.axis import AxisName, axis_names, axis_size, check_per_worker, is_tracked, to_varying, varies
@@ -514,14 +515,14 @@ class Exchange:
         """Marks state as differing between workers."""
         return PerWorker(rows, self.axes, resizing)
 
-    def chooses(self, path: Any, leaf: PyTree) -> bool:
+    def chooses(self, path: KeyPath, leaf: PyTree) -> bool:
         """Returns whether `where` chooses a leaf, by its path."""
         return self.where is None or is_chosen(self.where, path, leaf)
 
     def _part(self, tree: PyTree, is_inside: bool) -> Any:
         """Returns the part of a tree that `where` chooses, or the rest, with empty nodes for all other leaves."""
 
-        def choose(path: Any, leaf: PyTree) -> Any:
+        def choose(path: KeyPath, leaf: PyTree) -> Any:
             return leaf if self.chooses(path, leaf) == is_inside else optax.MaskedNode()
 
         return jax.tree_util.tree_map_with_path(choose, tree)
@@ -626,7 +627,7 @@ def lets_bypass(state: ExchangeState) -> bool:
     return any(lets_bypass(inner) for inner in exchange_states(state.others))
 
 
-def bypasses(state: ExchangeState, path: Any, leaf: PyTree) -> bool:
+def bypasses(state: ExchangeState, path: KeyPath, leaf: PyTree) -> bool:
     """Returns whether a leaf bypasses both an exchange and its `others`."""
     method = state.method
     if method.where is None or method.chooses(path, leaf):
@@ -634,7 +635,7 @@ def bypasses(state: ExchangeState, path: Any, leaf: PyTree) -> bool:
     return method.others is None or any(bypasses(inner, path, leaf) for inner in exchange_states(state.others))
 
 
-def is_frozen(state: ExchangeState, path: Any, leaf: PyTree) -> bool:
+def is_frozen(state: ExchangeState, path: KeyPath, leaf: PyTree) -> bool:
     """Returns whether a leaf is frozen: left to `others=optax.set_to_zero()`."""
     method = state.method
     if method.others is None or method.chooses(path, leaf):
@@ -648,7 +649,7 @@ def without_frozen(updates: PyTree, state: ExchangeState) -> PyTree:
     if state.method.others is None:
         return updates
 
-    def zero(path: Any, leaf: PyTree) -> Any:
+    def zero(path: KeyPath, leaf: PyTree) -> Any:
         return jnp.zeros_like(leaf) if is_frozen(state, path, leaf) else leaf
 
     return jax.tree_util.tree_map_with_path(zero, updates)
@@ -721,13 +722,13 @@ def _check_reduced(tree: PyTree, axes: tuple[str, ...]) -> None:
                 )
 
 
-def is_chosen(where: Where, path: Any, leaf: PyTree) -> bool:
+def is_chosen(where: Where, path: KeyPath, leaf: PyTree) -> bool:
     """Returns whether a pattern or a function chooses a leaf, by its path."""
     name = leaf_name(path)
     return re.search(where, name) is not None if isinstance(where, str) else bool(where(name, leaf))
 
 
-def leaf_name(path: Any) -> str:
+def leaf_name(path: KeyPath) -> str:
     """Returns the path of a leaf as `where=` sees it: "encoder/kernel"."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 from jax.core import Tracer
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import KeyPath
 
 from jaxcomm.checks import check_count
 from jaxcomm.collectives.axis import AxisName, axis_names, to_varying
@@ -296,7 +297,7 @@ def vary_exchanged(tree: PyTree, state: PyTree, axis_name: AxisName) -> PyTree:
     """
     paths = bypassing(state, trained(tree))
 
-    def vary(path: Any, leaf: jax.Array) -> jax.Array:
+    def vary(path: KeyPath, leaf: jax.Array) -> jax.Array:
         return leaf if jax.tree_util.keystr(path) in paths else to_varying(leaf, axis_name)
 
     return jax.tree_util.tree_map_with_path(vary, tree)

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.tree_util import KeyPath
 
 from jaxcomm.accounting.report import wire_report
 from jaxcomm.collectives.axis import AxisName, axis_names
@@ -201,5 +202,5 @@ def _kernels(kernels: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
     return shapes
 
 
-def _path_text(path: Any) -> str:
+def _path_text(path: KeyPath) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")

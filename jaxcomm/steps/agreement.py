@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import KeyPath
 
 from jaxcomm.collectives.axis import OTHER_USES, AxisName, abstract_mesh, to_varying, use_mesh, varies
 from jaxcomm.state import TrainState, bypassing, state_specs, trained, vary_exchanged
@@ -46,7 +47,7 @@ def check_agreement(
         def worker(state: TrainState, batch: PyTree) -> jax.Array:
             nonlocal is_reached
 
-            def differ(path: Any, leaf: jax.Array) -> jax.Array:
+            def differ(path: KeyPath, leaf: jax.Array) -> jax.Array:
                 return to_varying(leaf, OTHER_USES) if jax.tree_util.keystr(path) in paths else leaf
 
             params = vary_exchanged(state.params, state.opt_state, axis_name)

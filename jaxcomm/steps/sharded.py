@@ -12,6 +12,7 @@ import optax
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import KeyPath
 
 from jaxcomm.accounting.jaxpr import traced_program
 from jaxcomm.accounting.report import check_bytes, exchange_report, kind_of_device, model_state_bytes
@@ -364,7 +365,7 @@ def specs_like(tree: PyTree, params: Params, specs: Sequence[P], default: P) -> 
     paths = jax.tree_util.tree_leaves_with_path(params)
     like = {path: (leaf.shape, spec) for (path, leaf), spec in zip(paths, specs, strict=True)}
 
-    def spec(path: Any, leaf: PyTree) -> P:
+    def spec(path: KeyPath, leaf: PyTree) -> P:
         ends = (like.get(tuple(path[start:])) for start in range(len(path) + 1))
         shape, spec = next((candidate for candidate in ends if candidate is not None), ((), default))
         return spec if leaf.shape == shape else default
