@@ -7,8 +7,6 @@ from typing import Any
 
 import jax
 
-from jaxcomm.types import PyTree
-
 
 def register_with_flax(*types: type) -> None:
     """Registers how to write and read dataclasses of arrays with `flax.serialization`, if it has been imported."""
@@ -16,13 +14,13 @@ def register_with_flax(*types: type) -> None:
     if flax is None:
         return
 
-    def names(node: PyTree) -> list[str]:
+    def names(node: Any) -> list[str]:
         return [attribute.name for attribute in fields(node) if not attribute.metadata.get("static")]
 
-    def write(node: PyTree) -> dict[str, Any]:
+    def write(node: Any) -> dict[str, Any]:
         return {name: flax.to_state_dict(getattr(node, name)) for name in names(node)}
 
-    def read(node: PyTree, entries: dict[str, Any]) -> Any:
+    def read(node: Any, entries: dict[str, Any]) -> Any:
         if different := set(names(node)) ^ entries.keys():
             raise ValueError(
                 f"A checkpoint must have the fields of {type(node).__name__}, {names(node)}; got others: "
@@ -34,7 +32,7 @@ def register_with_flax(*types: type) -> None:
         flax.register_serialization_state(kind, write, read, override=True)
 
 
-def has_lost_types(state: PyTree) -> bool:
+def has_lost_types(state: Any) -> bool:
     """Returns whether a tree has workers' rows only by name: it was restored without a target, or split."""
     for path, _ in jax.tree_util.tree_leaves_with_path(state):
         keys = [getattr(key, "key", None) for key in path]
