@@ -100,7 +100,7 @@ def compile_method(
 
 
 def layouts(devices: int, inside: int) -> dict[str, Layout]:
-    """Returns the layouts of the trainer's models.
+    """Returns the layouts of the trainer's models; tables have eight columns, for as many workers.
 
     Args:
       devices: their number.
@@ -119,7 +119,7 @@ def layouts(devices: int, inside: int) -> dict[str, Layout]:
         "split layers": Layout("alexnet_digits", PlumpDp(), workers | {"dense_layers": "split"}),
         "late layers": Layout("alexnet_digits", PlumpDp(), workers | {"dense_layers": "late"}),
         "tables by rows": Layout("dlrm_flights", DctDp(), workers | {"embeddings": "rows"}),
-        "tables by columns": Layout("dlrm_flights", DctDp(), workers | {"embeddings": "columns"}),
+        "tables by columns": Layout("dlrm_flights", DctDp(), {"workers": min(devices, 8), "embeddings": "columns"}),
         "late tables": Layout("dlrm_flights", PlumpDp(), workers | {"embeddings": "late"}),
         "stages": Layout("gpt_stdlib", PlumpDp(), stages),
         "stages, DCT-MP": Layout("gpt_stdlib", DctDp(), stages | {"boundary": sparse}),
@@ -134,7 +134,7 @@ def compile_layout(
     """Compiles and verifies the trainer's step of a layout on described devices, with options of the compiler."""
     experiment = replace(CONFIGS[layout.config], **layout.options)
     info = ClickInfo("flights", 1000, 100, (5000, 300, 40)) if layout.config == "dlrm_flights" else None
-    job = make_job(experiment, layout.method, info=info, devices=devices)
+    job = make_job(experiment, layout.method, info=info, devices=devices[: experiment.devices])
     compiled, compile_s = _compile(job.step, *job.inputs, options)
     with mock.patch.object(job.step, "compile", return_value=compiled):  # which takes minutes, and verify asks for it
         verified = _verified(partial(job.verify, *job.inputs))
