@@ -18,7 +18,7 @@ from jaxcomm.codecs.quantize import (
     encode,
 )
 from jaxcomm.collectives.checksum import two_shot
-from jaxcomm.collectives.coded_sum import coded_sum
+from jaxcomm.collectives.coded_sum import coded_sum, integer_sum
 from jaxcomm.collectives.shared_mask import SUMS, choose_sum, compact_sum
 from jaxcomm.kernels import noise
 from jaxcomm.kernels.vectors import Stored
@@ -263,3 +263,24 @@ def test_the_highest_level(width, levels):
     x = np.repeat(np.linspace(1, 2, 100, dtype=np.float32), 64)
     draws = code.draw(x, code.scale(x)[0], levels, 0)
     assert (draws.min(), draws.max()) == (levels, levels)
+
+
+@pytest.mark.parametrize("K", [1, 2, 3, 7])
+@pytest.mark.parametrize("n", [1, 1024])
+def test_halves_of_words(K, n, monkeypatch):
+    """Two 16-bit integers in a word of 32 sum exactly, the largest and the smallest too."""
+    largest = 32_767 // K
+    codes = np.random.default_rng(0).integers(-largest, largest + 1, (K, n)).astype(np.int16)
+    codes[:, 0], codes[:, -1] = largest, -largest
+    monkeypatch.setattr("jaxcomm.collectives.coded_sum.traced_platform", lambda: "gpu")
+
+    def worker(codes, flag):
+        out = integer_sum(codes, flag, "data")
+        return out.total(jnp.asarray(True)), out.ok
+
+    run = jax.vmap(worker, axis_name="data", out_axes=None)
+    assert str(jax.make_jaxpr(run)(codes, np.ones(K, bool))).count("psum") == 1
+    for flags in (np.ones(K, bool), np.arange(K) > 0):
+        total, ok = run(codes, flags)
+        np.testing.assert_array_equal(total, codes.sum(0, dtype=np.int64).astype(np.float32))
+        assert ok == flags.all()
