@@ -130,7 +130,8 @@ def test_wrong_brackets(misses, monkeypatch):
         monkeypatch.setattr(module, "search_all", search)
     with jax.disable_jit():
         selection = select_with_ties(Stored(jnp.asarray(vector_of(parts))), layout, jnp.asarray(slots_of(layout)))
-    assert len(searched) == 2 and searched[0] < searched[1] == layout.n
+    assert len(searched) == 2
+    assert searched[0] < searched[1] == layout.n
     check_with_ties(parts, slots_of(layout), *selection)
 
 
@@ -141,10 +142,8 @@ def test_programs_for_gpus(kind, sizes, monkeypatch):
     monkeypatch.setattr(platforms, "_setting", lambda: "gpu")
     tree = [jax.ShapeDtypeStruct((size,), np.float32) for size in sizes]
     layout = plan_layout(tree, dense_below=0, capacity=lambda n: n_kept(n, 0.99))
-    if kind in ("above", "below"):
-        parts = parts_of(unlike_the_sample(kind, layout), sizes)
-    else:
-        parts = segments(kind, 5, sizes)
+    is_unlike = kind in ("above", "below")
+    parts = parts_of(unlike_the_sample(kind, layout), sizes) if is_unlike else segments(kind, 5, sizes)
 
     @jax.jit
     def select(vector, k):
