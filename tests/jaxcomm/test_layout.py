@@ -58,6 +58,15 @@ def planned(tree, sizes, axis_name, **options):
         return plan_layout(tree, dense_below=200, capacity=lambda n: n // 2, **options)
 
 
+def test_segments_of_slots():
+    """They are summed as the program runs: XLA would take minutes to sum ten million slots as it compiles."""
+    shapes = [jax.ShapeDtypeStruct((size,), np.float32) for size in (9000, 4096, 1, 12_289)]
+    layout = plan_layout(shapes, dense_below=0, capacity=lambda n: max(n // 50, 1), chunk=4096)
+    compiled = jax.jit(layout.segment_of_slot).lower().compile()
+    np.testing.assert_array_equal(compiled(), np.repeat(np.arange(len(layout.capacities)), layout.capacities))
+    assert "scatter" in compiled.as_text()
+
+
 def test_stages_count_their_elements():
     tree = [jax.ShapeDtypeStruct((n,), np.float32) for n in (2100, 600, 100)]
     sizes = {"[0]": (100, 2100, 0), "[1]": (600, 600, 600), "[2]": (100, 50, 0)}
