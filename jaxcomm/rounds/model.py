@@ -139,6 +139,13 @@ class Model:
         late = unsent._replace(change=change, rows=weight)
         return Packing(words, ok, Unsent(residual, weight, zeros, 0.0), late)
 
+    def compile(self, state: Global, params: Params, unsent: Unsent) -> None:
+        """Runs everything once, so that nobody waits in a round while this worker compiles."""
+        words = np.asarray(self.pack(state.params, params, 1.0, unsent, 0, np.uint32(0)).words)
+        self._step(state, self._add(jax.tree.map(jnp.zeros_like, state.params), words, np.float32(1), np.int32(0)))
+        self.norm(words, 0)
+        jax.block_until_ready(self.rebase(state.params, params, params))
+
     def joined(self, unsent: Unsent, change: Params, rows: float) -> Unsent:
         """Returns what is unsent with one more change of some rows."""
         total = np.float32(unsent.rows + rows)

@@ -151,6 +151,7 @@ class Worker:
 
     def begin(self) -> Waiting[None]:
         """Agrees on the settings, takes up what a worker of this name has left, and reads the global state."""
+        self._model.compile(self._global, self._own, self._unsent)
         hosts, objects, path = self._hosts, self._log.objects, records.worker_path(self.name)
         yield from hosts.first(self._log.agree(self._settings))
         if not hosts.flag(bool((yield from hosts.first(objects.sizes("snapshots"))))):

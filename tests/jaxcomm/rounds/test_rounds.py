@@ -15,6 +15,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from obstore.exceptions import PermissionDeniedError
 from obstore.store import MemoryStore
 
 import jaxcomm as jc
@@ -396,3 +397,29 @@ def test_a_worker_of_two_processes(tmp_path):
     assert lines[0][:2] == lines[1][:2] == lines[2][:2]
     assert lines[0][0] == "digest"
     assert int(lines[0][2]) >= 4
+
+
+@pytest.mark.parametrize("module", ["store", "exceptions"])
+def test_without_obstore(monkeypatch, tmp_path, module):
+    monkeypatch.setitem(sys.modules, f"obstore.{module}", None)
+    refused(lambda: make(str(tmp_path)), "store", "obstore", "pip install 'jaxcomm[rounds]'")
+
+
+def test_a_store_that_refuses_is_not_tried_again():
+    class Closed(MemoryStore):
+        def put(self, *args, **kwargs):
+            raise PermissionDeniedError("403")
+
+    refused(lambda: make(Closed()), "store", "settings", "PermissionDeniedError", "credentials")
+
+
+def test_traffic_is_what_the_objects_have(tmp_path):
+    worker = make(str(tmp_path), steps=2, overlap=0, total=2)
+    for number in range(4):
+        worker({name: rows for name, rows in normal({"w": (33, 64), "b": (5,)}, number, 2).items()})
+    worker.leave(keep=False)
+    sizes = {path.relative_to(tmp_path): path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()}
+    assert worker.traffic["sent"] == sum(sizes.values())  # settings, a snapshot, two payloads, two manifests
+    snapshot = next(size for path, size in sizes.items() if "snapshots" in path.parts)
+    payloads = sum(size for path, size in sizes.items() if "payload" in path.parts)
+    assert worker.traffic["received"] == snapshot + payloads
