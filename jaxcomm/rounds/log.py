@@ -20,9 +20,11 @@ from jaxcomm.rounds.clock import Waiting
 from jaxcomm.rounds.records import DamagedError, Manifest, Member
 from jaxcomm.rounds.store import Objects
 
-SHORTEST_POLL, LONGEST_POLL = 0.02, 1.0  # seconds
+SHORTEST_POLL, LONGEST_POLL = 0.02, 5.0  # seconds
 MOST_DOUBLINGS = 10  # of the grace
 MOST_KNOWN = 64  # manifests that are not read again
+# A grace of more than a round's usual time brings workers that began in the middle of a round in step with the others.
+FIRST_GRACE, LONGER = 2.0, 1.2  # seconds while that time is not known, and in units of it
 PATIENCE = 60.0  # seconds without a quorum before a warning
 
 
@@ -57,7 +59,7 @@ class Log:
       n_words: words of a payload.
       norm: (words, round) -> the L2 norm of the change in a payload; NaN or infinity if it is not finite.
       quorum: payloads without which no round ends.
-      grace: seconds to wait for others after the quorum; None for half of a round's usual time.
+      grace: seconds to wait for others after the quorum; None for a little more than a round's usual time.
       steps: local steps of a round.
       limit: the largest norm of a payload that counts, in units of the round's median.
       total: rounds of the run; None for a run without end.
@@ -221,8 +223,8 @@ class Log:
         began, quorum_at, has_warned, clock = self.objects.clock.now(), None, False, self.objects.clock
         previous = self.previous
         usual = None if previous is None else previous.usual_seconds(self.steps)
-        poll = 0.2 if usual is None else min(max(usual / 20, SHORTEST_POLL), LONGEST_POLL)
-        grace = self.grace if self.grace is not None else (2.0 if usual is None else usual / 2)
+        poll = 0.2 if usual is None else min(max(usual / 50, SHORTEST_POLL), LONGEST_POLL)
+        grace = self.grace if self.grace is not None else (FIRST_GRACE if usual is None else LONGER * usual)
         while True:
             sizes = yield from self.objects.sizes(records.round_prefix(number))
             names = [name.removeprefix("payload/") for name in sizes if name.startswith("payload/")]

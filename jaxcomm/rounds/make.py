@@ -94,7 +94,8 @@ def rounds(
       outer: an optimizer of the mean change; by default SGD with learning rate 0.7 and Nesterov momentum 0.9.
       steps: H, local steps of a round.
       quorum: payloads without which no round ends.
-      grace: seconds that a round waits for others after the quorum; None for half of a round's usual time.
+      grace: seconds that a round waits for others after the quorum; None for 1.2 of a round's usual time, in
+        which a worker that is out of step with the others comes into step. A dead one costs it once.
       overlap: local steps that a worker may take while its round is under way, below `steps`; 0 waits.
       local: the first local state, if `step` is a function.
       worker: the worker's name, other than every other worker's; None for one made of host and process. A worker that

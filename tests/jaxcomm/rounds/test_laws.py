@@ -61,6 +61,18 @@ def test_a_slow_worker_does_what_it_can():
     check(archive, a, b, slow)
 
 
+def test_workers_that_begin_in_the_middle_of_a_round_come_into_step():
+    """Else two groups would take turns, each counting in every second round."""
+    clock, archive = SimClock(), Archive()
+    sites = [Site(clock, archive, name, last=8, steps=8, overlap=0) for name in "abcd"]
+    for site, at in zip(sites, (0.0, 0.0, 3.0, 4.0), strict=True):
+        site.start(at)
+    clock.loop()
+    assert members(archive)[0] == "ab"
+    assert members(archive)[2:] == ["abcd"] * 6
+    check(archive, *sites)
+
+
 def test_a_worker_much_slower_than_a_round():
     """One step takes longer than two rounds: it counts again and again, and is never raced out for good."""
     clock, archive = SimClock(), Archive()
