@@ -24,6 +24,7 @@ from jaxcomm.collectives.sparse import Accumulated
 from jaxcomm.exchange import Exchange, Gradient, keep_unless, own_row
 from jaxcomm.kernels.bits import unpack
 from jaxcomm.kernels.numerics import divide, wide_type, widened
+from jaxcomm.kernels.vectors import add_at
 from jaxcomm.layout import Layout
 from jaxcomm.types import PerWorker
 
@@ -127,7 +128,7 @@ class MomentumCorrection(Exchange):
         """Sets the momentum (1, n) to zero at the coordinates that were sent."""
         if not self.factor_masking:
             return velocity
-        return velocity.at[0, position].multiply(~filled, mode="promise_in_bounds")
+        return add_at(velocity, position, jnp.where(filled, -velocity[0, position], 0.0))
 
     def masked_by(self, velocity: jax.Array, mask: jax.Array) -> jax.Array:
         """Sets the momentum (1, n) to zero where a mask (n/32,) is set."""
