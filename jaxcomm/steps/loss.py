@@ -22,6 +22,7 @@ from jaxcomm.steps.reductions import (
     flaw_of_extreme,
     flaw_of_sum,
     scalings,
+    warn_of_functions,
     warn_of_unknown,
     warn_of_weights,
 )
@@ -152,6 +153,8 @@ class Scalars(NamedTuple):
         by_name = {"loss": loss, **scalars, **{jax.tree_util.keystr(path): number for path, number in leaves}}
         warn_of_weights([name for name, number in by_name.items() if number.is_quotient])
         warn_of_unknown([name for name, number in by_name.items() if number.is_unknown])
+        # Not of a state: the variance that a normalisation tracks is of each worker's rows by intention.
+        warn_of_functions([name for name, number in {"loss": loss, **scalars}.items() if number.is_of_mean])
 
     def _check_names(self, numbers: Mapping[str, Scaling]) -> None:
         """Refuses names of sums and maxima that are none."""

@@ -43,6 +43,8 @@ class Scaling(NamedTuple):
       is_mixed: whether terms were added that scale differently.
       is_total: whether it is of the rows of all workers.
       is_shared: whether it is computed from numbers of other workers.
+      is_curved: whether it is a function, and no linear one, of own numbers that have no rows left, and no mean over
+        rows was taken since.
       constant: its value, if it is a constant of the program.
     """
 
@@ -54,6 +56,7 @@ class Scaling(NamedTuple):
     is_mixed: bool = False
     is_total: bool = False
     is_shared: bool = False
+    is_curved: bool = False
     constant: float | None = None
 
     @property
@@ -76,6 +79,11 @@ class Scaling(NamedTuple):
     def is_quotient(self) -> bool:
         """Whether it is of one size for any number of rows, and was divided by a number of a worker's own."""
         return self.power == 0 and (self.is_weighted or self.is_ratio)
+
+    @property
+    def is_of_mean(self) -> bool:
+        """Whether it is a function of a worker's own means, such as the root of one."""
+        return self.is_curved and self.power == 0 and not (self.is_shared or self.is_quotient or self.is_unknown)
 
     def of_micro_batch(self) -> "Scaling":
         """Returns that of a number of one micro-batch of several: none is of all rows."""
@@ -101,6 +109,10 @@ _KEEP = frozenset(
     )
 )
 _JOIN = ["add", "add_any", "clamp", "complex", "concatenate", "dynamic_update_slice", "max", "min", "pad", "sub"]
+_LINEAR = _KEEP - {"abs"} | {
+    *("add", "add_any", "complex", "concatenate", "cumsum", "dynamic_update_slice", "pad", "reduce_sum", "sub"),
+    *("dynamic_slice", "gather", "scatter", "scatter-add", "select_n", "while"),
+}
 _SUMS = ("psum", "psum_invariant", "psum2", "reduce_scatter")
 _PICK = ("gather", "dynamic_slice", "select_n", "select_and_scatter_add")
 _KERNELS = ("custom_linear_solve", "ffi_call", "linear_solve", "pallas_call", "ragged_dot", "ragged_dot_general")
@@ -220,6 +232,9 @@ class StepScaling(NamedTuple):
         walk = _Walk(workers, workers, axes, is_alone=True)
         bodies = eqn.params["jaxpr"], other.params["jaxpr"]
         numbers = _compare(*bodies, [inputs.get(var, Scaling()) for var in eqn.invars], walk)
+        # State, such as the variance that a normalisation tracks, is of each worker's rows by intention.
+        pairs = zip(numbers, inner_jaxpr(bodies[0]).outvars, strict=True)
+        numbers = [number._replace(is_curved=number.is_curved and not var.aval.ndim) for number, var in pairs]
         if numbers[:1] == [_NEITHER]:
             return cls([], [], workers) if has_one else cls(numbers, [_NEITHER], workers)
         return cls(numbers, walk.gradients, workers)
@@ -252,6 +267,7 @@ class StepScaling(NamedTuple):
         pairs = [("gradients", number._replace(is_ratio=False)) for number in self.gradients] + pairs
         warn_of_weights([name for name, number in pairs if number.is_quotient])
         warn_of_unknown([name for name, number in pairs if number.is_unknown])
+        warn_of_functions([name for name, number in pairs if number.is_of_mean and name != "gradients"])
 
 
 def warn_of_unknown(names: Sequence[str]) -> None:
@@ -272,6 +288,17 @@ def warn_of_weights(names: Sequence[str]) -> None:
         "divided by a sum over a worker's own rows, such as a number of valid tokens. The mean over workers and "
         "micro-batches is not the quotient for all rows where these sums differ. Divide by their mean over the "
         "workers, jax.lax.pmean(count, axis); see 'Losses that are no mean over rows' in the guide.",
+    )
+
+
+def warn_of_functions(names: Sequence[str]) -> None:
+    """Warns that some numbers, if any, are functions of each worker's own means."""
+    _warn(
+        names,
+        "computed from a mean over a worker's own rows by a function that is not linear (a root, a power, the "
+        "exponential of a perplexity). The mean over workers and micro-batches is not the function of the mean over "
+        "all rows. Return the mean, and take the function of the result; or of the mean of all workers: "
+        "jax.lax.pmean(x, axis).",
     )
 
 
@@ -329,7 +356,10 @@ class _Walk:
             if two is None or one.primitive.name != two.primitive.name or len(one.invars) != len(two.invars):
                 raise _DifferentError
             operands = [read(*pair) for pair in zip(one.invars, two.invars, strict=True)]
-            known.update(zip(one.outvars, self._of_equation(one, two, operands), strict=True))
+            outs = self._of_equation(one, two, operands)
+            if _is_curved(one, two, operands):
+                outs = [out._replace(is_curved=True) for out in outs]
+            known.update(zip(one.outvars, outs, strict=True))
         if next(counterparts, None) is not None:
             raise _DifferentError
         return [read(*pair) for pair in zip(first.outvars, second.outvars, strict=True)]
@@ -499,8 +529,20 @@ def _leads(var: Any, carry: PyTree, producers: dict[Any, Any]) -> bool:
 
 
 def _marks(operands: Sequence[Scaling]) -> dict[str, bool]:
-    names = ("is_own", "is_weighted", "is_ratio", "is_mixed", "is_shared")
+    names = ("is_own", "is_weighted", "is_ratio", "is_mixed", "is_shared", "is_curved")
     return {name: any(getattr(x, name) for x in operands) for name in names}
+
+
+def _is_curved(one: PyTree, two: PyTree, operands: Sequence[Scaling]) -> bool:
+    """Returns whether a primitive is not linear in own numbers, of which none has rows."""
+    name, own = one.primitive.name, [operand.is_own and operand.power != -math.inf for operand in operands]
+    pairs = zip((*one.invars, *one.outvars), (*two.invars, *two.outvars), strict=True)
+    is_linear = name in _LINEAR or name in COLLECTIVES or bool(inner_jaxprs(one.params))
+    if is_linear or not any(own) or any(_differs(*pair) for pair in pairs):
+        return False
+    if name in ("mul", "dot_general", "conv_general_dilated"):
+        return all(own)
+    return own[1] if name == "div" else True
 
 
 def _is_extreme(operands: Sequence[Scaling]) -> bool:
@@ -601,5 +643,6 @@ def _reduced(invars: Sequence[Any], second_invars: Sequence[Any], one: PyTree, t
 def _summed(operands: Sequence[Scaling], axes: int) -> Scaling:
     """Returns the scaling of a sum of products, along some axes of rows."""
     marks, is_total = _marks(operands), any(x.is_total for x in operands)
+    marks["is_curved"] &= not axes  # such as a normalisation by own means, of each row
     power, is_extreme = sum(x.power for x in operands) + axes, _is_extreme(operands) and not axes
     return Scaling(power, is_extreme=is_extreme, is_total=is_total and not marks["is_own"], **marks)

@@ -441,3 +441,72 @@ def test_arrays_without_items():
         step = jc.simulate(lambda p, b: squares(p, b).mean(), jc.chain(jc.plump_dp(), TX), K, **options)
         _, metrics = step(step.init(PARAMS), BATCH | {"none": np.zeros((16, 0), np.float32)})
         np.testing.assert_allclose(metrics["loss"], squares(PARAMS, BATCH).mean(), rtol=1e-6)
+
+
+def mean_of(x):
+    return jnp.square(x).mean()
+
+
+# Functions of x (rows, 4), and whether it is the mean over workers that is not the value for all rows.
+OF_MEANS = {
+    "root": (lambda x: jnp.sqrt(mean_of(x)), True),
+    "square": (lambda x: x.mean() ** 2, True),
+    "perplexity": (lambda x: jnp.exp(cross_entropy(x, jnp.zeros(len(x), int)).mean()), True),
+    "absolute": (lambda x: jnp.abs(jnp.mean(x[:, 0])), True),
+    "at least": (lambda x: jnp.maximum(mean_of(x), 0.9), True),
+    "shares of experts": (lambda x: jnp.sum((x > 0).mean(0) * jax.nn.softmax(x).mean(0)), True),
+    "entropy of a mean": (lambda x: -jnp.sum(jax.scipy.special.xlogy(p := jax.nn.softmax(x).mean(0), p)), True),
+    "in a scan": (lambda x: jax.lax.scan(lambda c, t: (c + jnp.sqrt(mean_of(x * t)), None), 0.0, jnp.ones(2))[0], True),
+    "mean": (mean_of, False),
+    "scaled, and shifted": (lambda x: 3 * mean_of(x) / jnp.exp(WEIGHTS[0, 0]) + WEIGHTS.sum() ** 2, False),
+    "several": (lambda x: mean_of(x) + jnp.dot(WEIGHTS[:, 0], x.mean(0)) - x[:, 1].mean(), False),
+    "guarded": (lambda x: jnp.where(jnp.isfinite(mean_of(x)), mean_of(x), 0.0), False),
+    "roots of rows": (lambda x: jnp.sqrt(jnp.square(x).mean(-1)).mean(), False),
+    "layer normalisation": (lambda x: jax.nn.standardize(x, axis=-1).max(-1).mean(), False),
+}
+
+
+@pytest.mark.parametrize("name", OF_MEANS)
+def test_functions_of_means(name):
+    function, differs = OF_MEANS[name]
+    parts = np.mean([function(jnp.asarray(part)) for part in np.split(X, K)])
+    assert np.allclose(parts, function(jnp.asarray(X)), rtol=1e-5) != differs
+    assert scalings(lambda rows: function(*rows), [jnp.asarray(X)], K).is_of_mean == differs
+
+
+def test_normalisation_by_own_statistics():
+    """Its loss is no function of means that a user has written, and neither is the variance that it tracks."""
+    assert not scalings(lambda rows: normalized(*rows).mean(), [jnp.asarray(X)], K).is_of_mean
+
+    def loss(params, model_state, batch):
+        mean, square = batch["x"].mean(0), jnp.square(batch["x"]).mean(0)
+        normal = (batch["x"] - mean) / jnp.sqrt(square - mean**2 + 1e-3)
+        return jnp.square(normal @ params["w"]).mean(), ({}, 0.9 * model_state + square - mean**2)
+
+    step = jc.make_train_step(loss, jc.chain(jc.plump_dp(), TX), jc.make_mesh(data=K), has_state=True)
+    step(step.init(PARAMS, np.ones(4, np.float32)), BATCH)
+
+
+def test_a_root_warns():
+    def loss(params, batch):
+        mean = squares(params, batch).mean()
+        return mean, {"rmse": jnp.sqrt(mean), "mse": mean}
+
+    def root_of_all(params, batch):
+        return jnp.sqrt(jax.lax.pmean(squares(params, batch).mean(), "data"))
+
+    step = jc.simulate(loss, jc.chain(jc.plump_dp(), TX), K, has_aux=True)
+    state = step.init(PARAMS)
+    with pytest.warns(UserWarning, match=r"^rmse: computed from a mean .* Return the mean, and take the function"):
+        step(state, BATCH)
+    step = jc.make_train_step(root_of_all, jc.chain(jc.plump_dp(), TX), jc.make_mesh(data=K))
+    state, metrics = step(step.init(PARAMS), BATCH)
+    value, params = after(lambda p, b: jnp.sqrt(squares(p, b).mean()))
+    np.testing.assert_allclose(metrics["loss"], value, rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), step.params(state), params)
+
+
+def test_a_root_in_a_foreign_step_warns():
+    train_step, state = foreign(lambda p, b: jnp.sqrt(squares(p, b).mean()))
+    with pytest.warns(UserWarning, match="^1: computed from a mean"):
+        jc.data_parallel(train_step, jc.make_mesh(data=K))(state, BATCH)
