@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from benchmarks.relay import Relay
 from benchmarks.trace import received_bytes, transmitted_bytes
 
 NAMES, PORT, RELAY = "abcd", 5000, 9000
-FOLDER = "JAXCOMM_BENCHMARK_FOLDER"  # set in a host's process
+FOLDER, WORKER = "JAXCOMM_BENCHMARK_FOLDER", "JAXCOMM_BENCHMARK_WORKER"  # set in a host's process
 TRAINED, ROWS, HIDDEN = 1400, 32, 1024
 
 
@@ -133,21 +133,27 @@ def serve(config: Config, folder: Path) -> None:
             server.kill()
 
 
-def supervise(config: Config, folder: Path, name: str) -> None:
-    """Starts a worker, and kills it and starts it again where that is the fault."""
-    Relay(f"{ADDRESSES[0]}:{PORT}", RELAY, config.latency / 2)
-    faults, seconds = config.kind == "faults", config.rounds * config.steps * config.step
+def supervise(folder: Path, name: str, command: Sequence[str], latency: float, seconds: float | None) -> None:
+    """Starts a worker, and kills it and starts it again where that is the fault.
+
+    Args:
+      folder: of the run, where the workers write when they begin.
+      name: the worker's.
+      command: it is run with the name in JAXCOMM_BENCHMARK_WORKER, and finds host 0's server at 127.0.0.1:RELAY.
+      latency: seconds that the relay adds to a round trip.
+      seconds: of the undisturbed run's local steps, from which the times of the faults follow; None without faults.
+    """
+    Relay(f"{ADDRESSES[0]}:{PORT}", RELAY, latency / 2)
     while not (folder / "serves").exists():
         time.sleep(0.1)
-    command = [sys.executable, "-m", "benchmarks.rounds", *sys.argv[1:]]
 
     def start() -> subprocess.Popen[bytes]:
-        return subprocess.Popen(command, env=os.environ | {"JAXCOMM_BENCHMARK_WORKER": name})
+        return subprocess.Popen(command, env=os.environ | {WORKER: name})
 
-    while faults and name == "d" and not _is_past(folder, 0.4 * seconds):
+    while seconds is not None and name == "d" and not _is_past(folder, 0.4 * seconds):
         time.sleep(0.1)
     process = start()
-    if faults and name == "c":
+    if seconds is not None and name == "c":
         while not _is_past(folder, 0.3 * seconds):
             time.sleep(0.1)
         process.send_signal(signal.SIGKILL)
@@ -183,7 +189,7 @@ def work(config: Config, folder: Path, name: str) -> None:
         time.sleep(max(0.0, seconds - (time.monotonic() - begun)))
         return params, local, metrics
 
-    rows = _batches(name)
+    rows = batches(name)
     params = params0()
     jax.block_until_ready(compiled(params, optimizer.init(params), next(rows)))
     before = received_bytes(interface), transmitted_bytes(interface)
@@ -208,7 +214,8 @@ def work(config: Config, folder: Path, name: str) -> None:
     (folder / f"{name}.json").write_text(json.dumps(row | test_scores(worker.params)))
 
 
-def _batches(name: str) -> Iterator[dict[str, np.ndarray]]:
+def batches(name: str) -> Iterator[dict[str, np.ndarray]]:
+    """Yields a worker's batches, the same whenever it starts."""
     x, y = digits()
     rng = np.random.default_rng(list(name.encode()))
     while True:
@@ -253,7 +260,7 @@ def one_program(config: Config, seconds: float, outage: float, startup: float, k
     lost = outage + startup if kind == "faults" else 0.0
     count = int((seconds - lost) / (config.steps * slowest))
     tx = jc.chain(optax.adam(3e-3), jc.local_sgd(config.steps, exchange=exchange(), outer=optax.sgd(1.0)))
-    step, names = jc.simulate(loss_fn, tx, workers=len(NAMES)), [_batches(name) for name in NAMES]
+    step, names = jc.simulate(loss_fn, tx, workers=len(NAMES)), [batches(name) for name in NAMES]
     state = step.init(params0())
     for _ in range(count * config.steps):
         parts = [next(rows) for rows in names]
@@ -270,12 +277,14 @@ def main(config: Config) -> None:
     """Runs the lab twice, and prints a table."""
     if folder := os.environ.get(FOLDER):
         index = int(os.environ["JAXCOMM_PROCESS_ID"])
-        if name := os.environ.get("JAXCOMM_BENCHMARK_WORKER"):
+        if name := os.environ.get(WORKER):
             work(config, Path(folder), name)
         elif index == 0:
             serve(config, Path(folder))
         else:
-            supervise(config, Path(folder), NAMES[index - 1])
+            command = [sys.executable, "-m", "benchmarks.rounds", *sys.argv[1:]]
+            seconds = config.rounds * config.steps * config.step if config.kind == "faults" else None
+            supervise(Path(folder), NAMES[index - 1], command, config.latency, seconds)
         return
     table: list[dict[str, Any]] = []
     for kind in ("undisturbed", "faults"):

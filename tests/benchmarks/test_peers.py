@@ -8,6 +8,8 @@ import matplotlib.image
 import numpy as np
 import pytest
 
+from benchmarks import rounds
+from benchmarks.peers import torchft_diloco
 from benchmarks.peers.__main__ import Config, check, draw, seconds_to, segments_of, summary
 from benchmarks.peers.job import Job, accuracy, initial_weights
 
@@ -163,3 +165,29 @@ def test_ratios_and_missed_targets():
     assert (sign["first_s"], sign["aborts"]) == (9.0, 1)
     assert sign["accuracy_%"] == pytest.approx(75.0)
     assert seconds_to(runs[2], 85.0) == 2.0
+
+
+def test_rounds_of_torchft_that_counted(tmp_path):
+    def sync(committed, healed):
+        return {"committed": committed, "healed": healed}
+
+    # A worker that took another's state sends that one's change, and one whose round was not committed loses its own.
+    syncs = [sync(True, False), sync(True, True), sync(False, False), sync(True, False)]
+    row = torchft_diloco.row_of({"worker": "c"}, syncs, alive=12.0, counted_seconds=3.0)
+    assert row == {"worker": "c", "rounds": 2, "healed": 1, "failed": 1, "seconds": 12.0, "goodput": 0.5}
+    config = torchft_diloco.Config(seconds=0.5)
+    paces = [torchft_diloco.pace(config, kind, "b") for kind in torchft_diloco.KINDS]
+    assert paces == [(0.1, 30), (pytest.approx(0.3), 30), (pytest.approx(0.3), 10)]
+    torchft_diloco.write_jobs(config, "faults", tmp_path)
+    with np.load(tmp_path / "d.npz") as job:
+        assert job["x"].shape == (5, rounds.ROWS, 64)
+        np.testing.assert_array_equal(job["y"][0], next(rounds.batches("d"))["y"])
+        np.testing.assert_array_equal(job["w2"], rounds.params0()["w2"])
+
+
+def test_torchft_is_asked_for(tmp_path):
+    with pytest.raises(ValueError, match="--torch must name the Python of an environment with torchft; got None"):
+        torchft_diloco.main(torchft_diloco.Config())
+    (tmp_path / "torchft_lighthouse").touch()
+    with pytest.raises(ValueError, match="--runs must be some of undisturbed, faults, tuned; got often"):
+        torchft_diloco.main(torchft_diloco.Config(torch=tmp_path / "python", runs="often"))
