@@ -16,10 +16,9 @@ from jaxcomm.planner import advise
 from jaxcomm.rounds import rounds
 from jaxcomm.state import exchange_metrics, resize_workers, state_specs
 from jaxcomm.steps import Pipeline, make_mesh, make_train_step, simulate
-from jaxcomm.types import PerWorker
+from jaxcomm.types import PerWorker as PerWorker  # by its old name; see jaxcomm.types
 
 __all__ = [
-    "PerWorker",
     "Pipeline",
     "advise",
     "chain",
