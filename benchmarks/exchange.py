@@ -115,11 +115,15 @@ def main(config: Config) -> None:
 
 def _on_devices(config: Config) -> None:
     """Runs all methods on the devices of this process, and of others that it joins."""
+    settings: Any = jax.config  # its attributes have no types
+    platforms = settings.jax_platforms
     jax.config.update("jax_platforms", config.device)
     control = Control()
     try:
-        device, workers = jax.devices()[0].device_kind, jax.device_count()
+        devices = jax.devices(config.device)
+        device, workers = devices[0].device_kind, len(devices)
     except RuntimeError as error:
+        jax.config.update("jax_platforms", platforms)
         reason = str(error).splitlines()[0]
         raise ValueError(f"--device must be a kind that JAX finds here; got {config.device!r}: {reason}") from error
     config = dataclasses.replace(config, hosts=workers, rate="none")

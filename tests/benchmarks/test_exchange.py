@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxcomm as jc
-from benchmarks.exchange import make_usual, summary
+from benchmarks.exchange import Config, main, make_usual, summary
 from jaxcomm.planner.alone import without_wire
 from tests.benchmarks.places import CAN_ISOLATE, run
 
@@ -81,3 +81,11 @@ def test_medians_and_ratios():
     assert [topk[f"ms_{name}"] for name in ("median", "min", "max")] == [45, 19, 101]
     assert [topk[f"times_faster{name}"] for name in ("", "_min", "_max")] == [3, 2, 6]
     assert [row["times_faster"] for row in summary([[row("topk", 9.0)]])] == [None]
+
+
+def test_a_device_that_is_not_here():
+    """It is refused after others were found as well, and JAX stays as it was."""
+    platforms, _ = jax.config.jax_platforms, jax.devices()
+    with pytest.raises(ValueError, match="got 'abacus'"):
+        main(Config(device="abacus", shapes="1e4", method="plump_dp"))
+    assert jax.config.jax_platforms == platforms
