@@ -22,7 +22,7 @@ SLOW = pytest.mark.slow
 
 
 def loss_fn(params, batch):
-    return jnp.mean(jnp.tanh(batch @ params["w"] + batch @ params["v"])) ** 2 + jnp.sum(params["b"] ** 2)
+    return jnp.mean(jnp.tanh(batch @ params["w"] + batch @ params["v"]) ** 2) + jnp.sum(params["b"] ** 2)
 
 
 def operations(text):
