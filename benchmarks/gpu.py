@@ -58,6 +58,7 @@ _SMALL = 256  # bytes of a collective's operand: losses, metrics and counts are 
 # Those of `exchange`, and more: of local methods, one with an exchange in every step, and one of a fragment in each.
 METHODS: dict[str, Callable[[float], optax.GradientTransformation]] = {
     **{name: make for name, make in exchange.METHODS.items() if name != "naive"},
+    "plump_dp_bfloat16_all_reduce": lambda _: jc.plump_dp(value_dtype="bfloat16", collective="all_reduce"),
     "ef21": jc.ef21,
     "pulse": lambda sparsity: jc.pulse(sparsity, learning_rate=0.1),
     "local_sgd": lambda _: jc.local_sgd(1, exchange=jc.plump_dp()),

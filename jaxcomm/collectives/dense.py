@@ -20,13 +20,18 @@ from jaxcomm.kernels.vectors import end_to_end, split_vector
 from jaxcomm.layout import MAX_ELEMENTS, Layout
 
 DenseDtype = Literal["float32", "bfloat16", "float16"]
+DenseCollective = Literal["two_shot", "all_reduce"]
 FLOAT32 = value_codec("float32")
 _BUCKET = 25 << 20  # bytes in float32, as of PyTorch's DDP
 
 
 @promotes
 def dense_mean(
-    tensors: Sequence[jax.Array], axis_name: AxisName, value_dtype: DenseDtype = "float32", checksum: bool = False
+    tensors: Sequence[jax.Array],
+    axis_name: AxisName,
+    value_dtype: DenseDtype = "float32",
+    checksum: bool = False,
+    collective: DenseCollective = "two_shot",
 ) -> tuple[list[jax.Array], jax.Array]:
     """Averages tensors over the workers.
 
@@ -45,12 +50,21 @@ def dense_mean(
       axis_name: the axis of workers, or the axes.
       value_dtype: the type on the wire, "float32" (float64 for tensors of float64), "bfloat16" or "float16"; see
         `PlumpDp` for their ranges.
-      checksum: see `jaxcomm.collectives.checksum`; only in bfloat16.
+      checksum: see `jaxcomm.collectives.checksum`; only in bfloat16, by two shots.
+      collective: of bfloat16, "all_reduce" for one all-reduce as in float16; not on CPUs.
 
     Returns:
       The means, in the tensors' shapes and dtypes, and whether every number of them is finite: () bool. If a tensor of
       some worker is not finite, neither is the mean.
+
+    Raises:
+      ValueError: for an all-reduce of bfloat16 on CPUs.
     """
+    if value_dtype == "bfloat16" and collective == "all_reduce" and traced_platform() == "cpu":
+        raise ValueError(
+            "collective must be 'two_shot' for bfloat16 on CPUs, whose all-reduce sends it in 32 bits; got "
+            "'all_reduce'. Leave it out, or run on GPUs or TPUs."
+        )
     if not tensors:
         return [], jnp.asarray(True)
     places: dict[Any, list[int]] = {}
@@ -61,7 +75,7 @@ def dense_mean(
     for group in places.values():
         means: list[jax.Array] = []
         for bucket in _buckets([tensors[place] for place in group]):
-            bucket_means, ok = _mean_at_once(bucket, axis_name, value_dtype, checksum)
+            bucket_means, ok = _mean_at_once(bucket, axis_name, value_dtype, checksum, collective)
             means, finite = bucket_means + means, [ok, *finite]
         by_place |= dict(zip(group, means, strict=True))
     return [by_place[place] for place in range(len(tensors))], finite[0] if len(finite) == 1 else jnp.stack(
@@ -101,12 +115,16 @@ def _buckets(tensors: Sequence[jax.Array]) -> Iterator[Sequence[jax.Array]]:
 
 
 def _mean_at_once(
-    tensors: Sequence[jax.Array], axis_name: AxisName, value_dtype: DenseDtype, checksum: bool
+    tensors: Sequence[jax.Array],
+    axis_name: AxisName,
+    value_dtype: DenseDtype,
+    checksum: bool,
+    collective: DenseCollective,
 ) -> tuple[list[jax.Array], jax.Array]:
     wide = wide_type(tensors[0].dtype) if value_dtype == "float32" else jnp.float32
     vector = end_to_end([tensor.reshape(-1).astype(wide) for tensor in tensors])
-    if value_dtype == "float16":
-        part = (vector / axis_size(axis_name)).astype(jnp.float16)
+    if value_dtype == "float16" or (value_dtype == "bfloat16" and collective == "all_reduce"):
+        part = (vector / axis_size(axis_name)).astype(value_dtype)
         with jax.named_scope(EXCHANGE):
             mean = sum_of(part, axis_name)
         mean = mean.astype(jnp.float32)

@@ -190,7 +190,7 @@ def _measure(
         else:
             coding[name] = coding_of(name) if question.reports[name].steps == 1 else beyond_computing(name)
     costs = [layer_cost(layer, links, computing) for layer, computing in layers]
-    return _advice("thorough", question, links, compute, coding, costs, memory, begin)
+    return _advice("thorough", question, links, compute, coding, costs, memory, begin, _is_asynchronous(mesh))
 
 
 def estimate(
@@ -307,6 +307,11 @@ def _dense_without(reduced: list[str], axis_name: AxisName) -> optax.GradientTra
     return methods.plump_dp(value_dtype="bfloat16", where=lambda path, _: path not in excluded, axis_name=axis_name)
 
 
+def _is_asynchronous(mesh: Mesh) -> bool:
+    """Whether collectives travel while the devices compute: then a dense exchange can overlap with backpropagation."""
+    return mesh.devices.flat[0].platform != "cpu"
+
+
 def _scalar(out: PyTree) -> Any:
     return out[0] if isinstance(out, tuple) else out
 
@@ -320,8 +325,13 @@ def _advice(
     layers: list[LayerCost],
     memory: int,
     begin: float,
+    dense_overlaps: bool = False,
 ) -> Advice:
-    """Makes the advice: adds up each method's times."""
+    """Makes the advice: adds up each method's times.
+
+    If dense exchanges overlap with backpropagation, the range of their steps reaches down to the longer of computing
+    and exchanging: how much of it overlaps is known once it runs, and compression must not be advised for less.
+    """
     wires = {name: links.wire(report) for name, report in question.reports.items()}
 
     def fixed(name: str) -> float:
@@ -334,13 +344,16 @@ def _advice(
         wire, cost = wires[name], coding[name]
         local = compute.beyond(cost * -1)  # at least 0: savings cannot exceed the computing
         step, can_wait = local.seconds + wire.seconds, question.reports[name].steps == 1 and name not in WAYS
+        low, at_once = step - math.hypot(local.seconds - local.low, wire.error), cost.seconds + wire.seconds
+        if dense_overlaps and name in ALL_DENSE:
+            low = min(low, max(compute.low, at_once - wire.error))
         rows.append(
             Prediction(
                 method=name,
                 bytes=question.reports[name].received,
                 step=step,
-                delayed=max(compute.seconds, cost.seconds + wire.seconds) if can_wait else None,
-                low=step - math.hypot(local.seconds - local.low, wire.error),
+                delayed=max(compute.seconds, at_once) if can_wait else None,
+                low=low,
                 high=step + math.hypot(local.high - local.seconds, wire.error),
                 wire=wire.seconds,
                 latency=wire.latency,

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -86,6 +87,44 @@ def test_the_last_tensors_first(monkeypatch, value_dtype):
         spoiled = [row.copy() for row in rows]
         spoiled[place][1, 3] = np.inf
         assert not averaged(spoiled)[1]
+
+
+@pytest.mark.parametrize("value_dtype", ["bfloat16", "float16", "float32"])
+def test_one_all_reduce(monkeypatch, value_dtype):
+    """On a GPU, in the type on the wire, of what the workers divided by K and rounded."""
+    x = np.random.default_rng(0).normal(size=(4, 3000)).astype(np.float32)
+    monkeypatch.setattr(dense, "traced_platform", lambda: "gpu")
+    run = jax.jit(
+        jax.shard_map(
+            lambda x: dense_mean([x[0]], "data", value_dtype, collective="all_reduce"),
+            mesh=jc.make_mesh(data=4),
+            in_specs=P("data"),
+            out_specs=P(),
+        )
+    )
+    text = run.lower(x).as_text()
+    assert re.findall(r"stablehlo\.\w*(?:reduce_scatter|gather|to_all|all_reduce)", text) == ["stablehlo.all_reduce"]
+    short = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}[value_dtype]
+    assert f"tensor<3000x{short}>) -> tensor<3000x{short}>" in text
+    (mean,), ok = run(x)
+    assert ok
+    eps = float(jnp.finfo(value_dtype).eps)  # each of 4 summands and of 3 sums is rounded by half of it
+    np.testing.assert_allclose(mean, x.mean(0), rtol=0, atol=3.5 * eps * np.abs(x).max())
+    x[2, 5] = np.nan
+    assert not run(x)[1]
+
+
+def test_no_all_reduce_of_bfloat16_on_cpus():
+    tx = jc.plump_dp(value_dtype="bfloat16", collective="all_reduce")
+    step = jc.make_train_step(
+        lambda params, x: (params["w"] * x).mean(), jc.chain(tx, optax.sgd(0.1)), jc.make_mesh(data=2)
+    )
+    with pytest.raises(ValueError, match=r"must be 'two_shot' for bfloat16 on CPUs.*Leave it out"):
+        step(step.init({"w": np.ones(8, np.float32)}), np.ones((2, 8), np.float32))
+    with pytest.raises(ValueError, match="unless value_dtype='bfloat16'; got 'all_reduce'"):
+        jc.plump_dp(collective="all_reduce")
+    with pytest.raises(ValueError, match="in two shots"):
+        jc.plump_dp(value_dtype="bfloat16", collective="all_reduce", checksum=True)
 
 
 def test_fused_words():

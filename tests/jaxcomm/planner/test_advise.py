@@ -13,7 +13,8 @@ import pytest
 
 import jaxcomm as jc
 from jaxcomm.placement import make_plan
-from jaxcomm.planner import COPY_BYTES, advise, candidates, costs, estimate
+from jaxcomm.planner import COPY_BYTES, advise, candidates, costs, estimate, given_links
+from jaxcomm.planner import advice as planner_advice
 from jaxcomm.planner.__main__ import KEEP_DENSE, main
 from jaxcomm.planner.costs import Bench
 from jaxcomm.planner.prediction import _verdict_of_exchanges
@@ -77,6 +78,21 @@ def test_rapid_by_hand(table):
     assert narrow.accuracy == "-"
     assert advice.best == "topk"
     assert [row.step for row in advice.predictions] == sorted(row.step for row in advice.predictions)
+
+
+def test_dense_may_overlap():
+    """Where collectives are asynchronous, dense may take no longer than the longer of computing and exchanging."""
+    question = planner_advice._make_question({"topk": jc.topk(0.99)}, PARAMS, None, (K,), "data", [])
+    compute, coding = costs.Cost(0.04, 0.04, 0.04), dict.fromkeys(question.chosen, costs.Cost(1e-3, 1e-3, 1e-3))
+    given = ("thorough", question, given_links(1e8), compute, coding, [], 0, 0.0)
+    alone, overlapping = planner_advice._advice(*given), planner_advice._advice(*given, dense_overlaps=True)
+    wire = 1.5 * 4 * N * 8 / 1e8  # 48 ms, known within a quarter
+    assert alone["plump_dp"].low == pytest.approx(0.041 + wire - wire / 4)
+    assert overlapping["plump_dp"].low == pytest.approx(0.04)
+    assert overlapping["plump_dp"].step == alone["plump_dp"].step
+    assert overlapping["topk"] == alone["topk"]
+    assert alone.best == "topk"
+    assert overlapping.best in ("plump_dp(bfloat16)", "plump_dp(float16)")  # topk takes 3 ms more than computing does
 
 
 def test_break_even(table):
