@@ -90,7 +90,7 @@ def test_the_last_tensors_first(monkeypatch, value_dtype):
 
 
 @pytest.mark.parametrize("value_dtype", ["bfloat16", "float16", "float32"])
-def test_one_all_reduce(monkeypatch, value_dtype):
+def test_one_all_reduce_of_each_type(monkeypatch, value_dtype):
     """On a GPU, in the type on the wire, of what the workers divided by K and rounded."""
     x = np.random.default_rng(0).normal(size=(4, 3000)).astype(np.float32)
     monkeypatch.setattr(dense, "traced_platform", lambda: "gpu")
