@@ -19,7 +19,8 @@ from flax import nnx
 
 import jaxcomm as jc
 from benchmarks import harness
-from benchmarks.harness import Control, Options, Row
+from benchmarks.conditions import headed
+from benchmarks.harness import Control, HostOptions, Row
 from jaxcomm.accounting.hlo import read_program
 from models.dlrm import Dlrm
 from models.functional import apply, cut
@@ -29,7 +30,7 @@ CUTS = {2: (2,), 3: (2, 7)}
 
 
 @dataclass(frozen=True)
-class Config(Options):
+class Config(HostOptions):
     """Time the steps of a pipeline over real links."""
 
     stages: int = 3  # Stages, one host each: 2 or 3.
@@ -52,12 +53,16 @@ def main(config: Config) -> None:
             f"--batch must be a multiple of --micro-batches; got {config.batch} and {config.micro_batches}."
         )
     _boundaries(config)
-    rows = harness.on_hosts(config.stages, rates[0], kernel="kernel_by_host")
+    rows = harness.on_hosts(config.stages, rates[0], config, kernel="kernel_by_host")
     rows = harness.compare(rows, ["rate"], lambda row: sum(row["compiled_by_host"]), sparsity=0.0)
-    print_table(
+    title = (
         f"DLRM in {config.stages} stages, {config.batch} samples in {config.micro_batches} micro-batches, "
-        f"{config.value_dtype} values",
-        [{name: _cell(value) if name.endswith("_by_host") else value for name, value in row.items()} for row in rows],
+        f"{config.value_dtype} values"
+    )
+    title, shown = headed(title, rows)
+    print_table(
+        title,
+        [{name: _cell(value) if name.endswith("_by_host") else value for name, value in row.items()} for row in shown],
     )
     write_records(config.json, rows)
 

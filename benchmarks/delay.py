@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
 from benchmarks import harness
-from benchmarks.harness import Control, Options, Row
+from benchmarks.harness import Control, HostOptions, Row
 from jaxcomm.planner.advice import candidates
 
 WIDTH, LAYERS, IN_A_ROW = 1024, 4, 10
@@ -30,7 +30,7 @@ METHODS = "plump_dp plump_dp(float16) quant_dp(8) sign dct_dp(0.99) powersgd(4)"
 
 
 @dataclass(frozen=True)
-class Config(Options):
+class Config(HostOptions):
     """Time delayed steps, and steps that exchange at once."""
 
     hosts: int = 2  # Hosts, of one worker each.
@@ -44,7 +44,7 @@ def main(config: Config) -> None:
     """Runs the hosts, prints the table, and writes it where asked."""
     rates = harness.check_run(config.rate, config.steps)
     harness.choose(candidates(local=False), config.methods.split())
-    rows = harness.on_hosts(config.hosts, rates[0])
+    rows = harness.on_hosts(config.hosts, rates[0], config)
     title = "Milliseconds of a step: computing, at once, the longer of computing and the rest, delayed"
     harness.report(config.json, (title, rows))
 

@@ -18,7 +18,7 @@ first), JAXCOMM_PROCESS_ID and JAXCOMM_NUM_PROCESSES set, or under Slurm.
 
 With --rounds, the hosts are started anew that many times. A row then has the median of the rounds' medians, the least
 and the most of all steps, and the median, least and most of times_faster, which compares with the dense exchange of the
-same round.
+same round. With --delay, every message between hosts takes longer; with --slow, the last host computes slower.
 """
 
 import dataclasses
@@ -36,7 +36,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
 from benchmarks import harness
-from benchmarks.harness import Control, Options, Row
+from benchmarks.conditions import machine
+from benchmarks.harness import Control, HostOptions, Row
 from benchmarks.memory_traffic import read_memory_traffic
 from benchmarks.naive import naive_topk
 from benchmarks.shapes import count, shapes_of
@@ -81,7 +82,7 @@ USUAL_STEP = 65  # neither a power of two nor a multiple of a period: dct_dp ref
 
 
 @dataclass(frozen=True)
-class Config(Options):
+class Config(HostOptions):
     """Time one exchange of gradients between real processes on rate-limited links."""
 
     shapes: str = "resnet50"
@@ -106,9 +107,14 @@ def main(config: Config) -> None:
     size, rates = count(shapes_of(config.shapes)), harness.check_run(config.rate, config.steps)
     harness.check_least(config, 1, "rounds")
     if config.device:
+        if config.link("") != "":
+            raise ValueError(
+                f"--delay, --jitter and --slow must be left out with --device, whose links are what they are; got "
+                f"{config.link('')[2:]}. Leave out --device."
+            )
         return _on_devices(config)
     env = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} if config.huge_pages else {}
-    rounds = [harness.on_hosts(config.hosts, rates[0], env=env) for _ in range(config.rounds)]
+    rounds = [harness.on_hosts(config.hosts, rates[0], config, env=env) for _ in range(config.rounds)]
     title = f"Exchange of {size:,} parameters, sparsity {config.sparsity}, {config.hosts} hosts"
     harness.report(config.json, (title, summary(rounds)))
 
@@ -129,7 +135,7 @@ def _on_devices(config: Config) -> None:
     config = dataclasses.replace(config, hosts=workers, rate="none")
     rounds = [list(run_host(config, control)) for _ in range(config.rounds)]
     if control.host == 0:
-        about = {"device": device, "processes": control.hosts, "jax": jax.__version__}
+        about = {"device": device, "processes": control.hosts, "jax": jax.__version__, **machine()}
         rows = [row | about for row in summary(rounds)]
         title = f"Exchange of {count(shapes_of(config.shapes)):,} parameters, {workers} x {device}"
         harness.report(config.json, (title, rows))

@@ -29,7 +29,8 @@ import jax
 import numpy as np
 
 from benchmarks import harness
-from benchmarks.harness import Control
+from benchmarks.conditions import CONDITIONS, check_control, headed
+from benchmarks.harness import Control, HostOptions
 from benchmarks.papers.report import Difference, Lines, columns, draw
 from configs import CONFIGS
 from configs.experiment import Architecture, BoundaryFields, Experiment
@@ -67,7 +68,7 @@ WARM_UP = 4  # steps before the timed ones: the first compiles, and connections 
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(HostOptions):
     """Train a GPT on real text by every method, or time its steps on hosts."""
 
     experiment: str = "gpt_linux"  # The text: gpt_linux, which you prepare, or gpt_stdlib.
@@ -97,11 +98,11 @@ def main(config: Config) -> None:
     records = Records(config.json)
     if config.hosts or config.stages > 1:
         hosts = config.hosts or config.stages
-        print_table(
+        title = (
             f"GPT of {config.layers} layers of {config.width}, {config.batch} rows a step: milliseconds of "
-            f"{config.timed_steps} steps on {hosts} hosts at {config.rate}",
-            time_methods(config, records, hosts),
+            f"{config.timed_steps} steps on {hosts} hosts at {config.rate}"
         )
+        print_table(*headed(title, time_methods(config, records, hosts)))
     if config.hosts:
         return
     prepare_jax(max(config.workers, config.stages))
@@ -242,18 +243,23 @@ def _key(config: Config, name: str, workers: int) -> Record:
     if config.stages == 1:
         experiment = dataclasses.replace(experiment, workers=workers)
     about = settings_of(experiment, compared(config)[name])
-    return {"of": "gpt step", "about": about, "rate": config.rate, "timed_steps": config.timed_steps}
+    return {"of": "gpt step", "about": about, "rate": config.link(config.rate), "timed_steps": config.timed_steps}
 
 
 def time_methods(config: Config, records: Records, hosts: int) -> list[Record]:
     """Returns the timed steps of every method; runs the hosts if some are missing."""
     keys = {name: _key(config, name, hosts) for name in compared(config)}
-    if any(records.find(key) is None for key in keys.values()):
-        for row in harness.on_hosts(hosts, config.rate):
+    known = [record for key in keys.values() if (record := records.find(key)) is not None]
+    if len(known) < len(keys):
+        rows = harness.on_hosts(hosts, config.rate, config)
+        check_control([*known, *rows])
+        for row in rows:
             records.add(keys[row["method"]] | row | {"isolated": row["bytes_kernel"] is not None})
-    columns = ("method", "ms_mean", "ms_min", "ms_max", "bytes_kernel")
+    columns = ("method", "ms_mean", "ms_min", "ms_max", "bytes_kernel", *CONDITIONS)
     return [
-        {name: record[name] for name in columns} for key in keys.values() if (record := records.find(key)) is not None
+        {name: record[name] for name in columns if name in record}
+        for key in keys.values()
+        if (record := records.find(key)) is not None
     ]
 
 

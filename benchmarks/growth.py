@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import harness
+from benchmarks.conditions import check_control, heading
 from train.figures import label_ends
 from train.tables import print_table, write_records
 
@@ -63,11 +64,13 @@ def main(config: Config) -> None:
             setting = {"sweep": sweep, "parameters": size, "hosts": hosts, "density": density, "rate": config.rate}
             methods = _methods_to_run(config, setting, records)
             if methods and _fits(size, hosts):
-                records += [setting | record for record in _measure(config, setting, methods)]
+                rows = [setting | record for record in _measure(config, setting, methods)]
+                check_control([*records, *rows])
+                records += rows
                 write_records(config.json, records)
     for sweep in sweeps:
         rows = [_against_law(row, records) for row in records if row["sweep"] == sweep]
-        print_table(f"Growth with {sweep}", rows)
+        print_table(heading(f"Growth with {sweep}", [row for row in records if row["sweep"] == sweep]), rows)
     draw(config.figure, records)
 
 

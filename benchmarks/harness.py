@@ -27,7 +27,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.netlab import Lab, parse_rate
+from benchmarks.conditions import LINKS, check_control, headed
+from benchmarks.netlab import MAX_HOSTS, Lab, parse_rates, slow_last
 from benchmarks.trace import received_bytes
 from train.processes import connect, prepare_jax
 from train.tables import check_file, print_table, write_records
@@ -43,6 +44,25 @@ class Options:
     """The options of every benchmark."""
 
     json: Path | None = None  # File for the table, as a list of records.
+
+
+@dataclass(frozen=True)
+class HostOptions(Options):
+    """The options of a benchmark that times a lab's hosts; see `benchmarks.netlab`."""
+
+    delay: str = "none"  # What a frame takes longer from one host to another, such as "50ms"; a round trip, twice this.
+    jitter: str = "none"  # The most that a frame takes longer than that, at random.
+    slow: float = 1.0  # How many times slower the last host computes: its share of a core.
+
+    def lab(self, hosts: int) -> dict[str, Any]:
+        """Returns the arguments of `Lab` that these options are."""
+        return {"delay": self.delay, "jitter": self.jitter, "shares": slow_last(hosts, self.slow)}
+
+    def link(self, rate: str) -> str:
+        """Returns what the links of a lab are, for the key of a record: the rate alone, if that is all."""
+        usual = HostOptions()
+        names = [name for name in ("delay", "jitter", "slow") if getattr(self, name) != getattr(usual, name)]
+        return ", ".join([rate, *(f"{name} {getattr(self, name)}" for name in names)])
 
 
 C = TypeVar("C")
@@ -73,9 +93,9 @@ def run(
 
 
 def report(path: Path | None, *tables: tuple[str, Sequence[Row]]) -> None:
-    """Prints tables, each with a title, and writes the rows of all of them where asked."""
+    """Prints tables, each with a title and the conditions of its rows, and writes the rows of all where asked."""
     for title, rows in tables:
-        print_table(title, rows)
+        print_table(*headed(title, rows))
     write_records(path, [row for _, rows in tables for row in rows])
 
 
@@ -128,8 +148,8 @@ def check_run(rate: str, steps: int, *, one: bool = False) -> list[str]:
       ValueError: for a rate that no link has, several rates where `one` is asked for, or fewer than one step.
     """
     rates = rate.split(",")
-    for host_rate in itertools.chain.from_iterable(rate.split("/") for rate in rates):
-        parse_rate(host_rate)
+    for link_rates in rates:
+        parse_rates(link_rates, MAX_HOSTS)
     if one and len(rates) > 1:
         raise ValueError(f"--rate must be one rate; got {rate}. Run this once for each.")
     if steps < 1:
@@ -140,16 +160,18 @@ def check_run(rate: str, steps: int, *, one: bool = False) -> list[str]:
 def on_hosts(
     hosts: int,
     rate: str,
+    options: HostOptions = HostOptions(),
     *,
     env: Mapping[str, str] | None = None,
     kernel: str = "bytes_kernel",
     sums: Sequence[str] = (),
 ) -> list[Row]:
-    """Runs this process's command on every host of a lab, and returns the merged rows.
+    """Runs this process's command on every host of a lab; returns the merged rows, with the lab's conditions.
 
     Args:
       hosts: their number.
       rate: of the links at the start; the hosts ask for others.
+      options: what else the lab is.
       env: more environment variables for the hosts.
       kernel: as for `merge_rows`.
       sums: as for `merge_rows`.
@@ -159,9 +181,10 @@ def on_hosts(
     """
     stop, module = threading.Event(), sys.modules["__main__"].__spec__
     assert module is not None
-    with tempfile.TemporaryDirectory() as folder, Lab(hosts, rate) as lab:
+    with tempfile.TemporaryDirectory() as folder, Lab(hosts, rate, **options.lab(hosts)) as lab:
         server = threading.Thread(target=_serve_rates, args=(lab, Path(folder), stop), daemon=True)
         server.start()
+        conditions = lab.conditions()
         try:
             command = [sys.executable, "-m", module.name, *sys.argv[1:]]
             results = lab.run(command, env={_FOLDER: folder, **(env or {})})
@@ -173,7 +196,7 @@ def on_hosts(
     if failed:
         raise SystemExit(f"host {failed[0].host} failed:\n{failed[0].stderr[-4000:]}")
     rows = [[json.loads(line)["row"] for line in r.stdout.splitlines() if line.startswith('{"row":')] for r in results]
-    return merge_rows(rows, isolated, kernel, sums)
+    return [row | conditions for row in merge_rows(rows, isolated, kernel, sums)]
 
 
 def _serve_rates(lab: Lab, folder: Path, stop: threading.Event) -> None:
@@ -214,13 +237,18 @@ def spread(times: Sequence[float]) -> dict[str, float]:
 
 
 def over_rounds(rounds: Sequence[Sequence[Row]], *columns: str) -> list[Row]:
-    """Returns a row for each of a round's: medians of columns without None, and the least and most of all steps."""
+    """Returns a row for each of a round's: medians of columns without None, and the least and most of all steps.
+
+    Raises:
+      ValueError: for rounds of different congestion controls.
+    """
     rows = []
+    check_control(itertools.chain(*rounds))
     for repeats in zip(*rounds, strict=True):
         medians = {
             name: statistics.median(values)
-            for name in ("ms_median", *columns)
-            if None not in (values := [row[name] for row in repeats])
+            for name in ("ms_median", "machine_ms", *columns)
+            if None not in (values := [row.get(name) for row in repeats])
         }
         ends = {"ms_min": min(row["ms_min"] for row in repeats), "ms_max": max(row["ms_max"] for row in repeats)}
         rows.append({**repeats[0], **medians, **ends})
@@ -242,13 +270,19 @@ def compare(
 
     Args:
       rows: with ms_median.
-      same: columns in which a row and the one that it is compared with have the same values.
+      same: columns in which a row and the one that it is compared with have the same values, beside those of their
+        links' delays and shares.
       bytes_of: (row) -> its bytes.
       base: other values of the row to compare with.
+
+    Raises:
+      ValueError: for rows of different congestion controls.
     """
+    check_control(rows)
     compared = []
     for row in rows:
-        other, fewer, faster = find(rows, **{name: row[name] for name in same}, **base), None, None
+        like = {name: row[name] for name in same} | {name: row[name] for name in LINKS if name in row}
+        other, fewer, faster = find(rows, **like, **base), None, None
         if other is not None:
             fewer = bytes_of(other) / bytes_of(row) if bytes_of(row) else None
             faster = other["ms_median"] / row["ms_median"]

@@ -35,7 +35,7 @@ from jax.sharding import PartitionSpec as P
 import jaxcomm as jc
 from benchmarks import harness
 from benchmarks.dense_ways import on_one_worker, plan_split_dense
-from benchmarks.harness import Control, Options, Row
+from benchmarks.harness import Control, HostOptions, Row
 from jaxcomm.accounting.hlo import read_program
 from jaxcomm.layers import split_dense
 from models.alexnet import AlexNet
@@ -55,7 +55,7 @@ CUT = 5  # the first dense block of models.alexnet
 
 
 @dataclass(frozen=True)
-class Config(Options):
+class Config(HostOptions):
     """Count the bytes of data-parallel and hybrid training steps of AlexNet in compiled programs."""
 
     devices: str = "2,4,8"  # Numbers of devices, separated by commas.
@@ -232,7 +232,7 @@ def time_layouts(config: Config, workers: Sequence[int]) -> None:
     """Runs the hosts, as many as `workers` says, one after another; prints the table, and writes it where asked."""
     rows: list[Row] = []
     for K in workers:
-        rows += harness.on_hosts(K, config.rate)
+        rows += harness.on_hosts(K, config.rate, config)
         print(f"{K} hosts: timed", flush=True)
     title = f"AlexNet, {config.batch} rows a step, {config.rate}, medians of {config.steps}"
     harness.report(config.json, (title, compare(rows)))

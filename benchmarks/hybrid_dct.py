@@ -22,7 +22,7 @@ import optax
 import jaxcomm as jc
 from benchmarks import harness
 from benchmarks.boundary import CUTS, make_batch, make_pipeline
-from benchmarks.harness import Control, Options, Row
+from benchmarks.harness import Control, HostOptions, Row
 from benchmarks.netlab import parse_rate
 from jaxcomm.accounting.hlo import read_program
 
@@ -30,7 +30,7 @@ EARLY = 9  # the first steps, which are not timed: 0, 1, 2, 4 and 8 renew thresh
 
 
 @dataclass(frozen=True)
-class Config(Options):
+class Config(HostOptions):
     """Time a hybrid step over real links, with the use of network and processors."""
 
     workers: int = 2  # Data-parallel workers.
@@ -46,7 +46,7 @@ class Config(Options):
 def main(config: Config) -> None:
     """Runs the hosts, prints the table, and writes it where asked."""
     check(config)
-    rows = harness.on_hosts(config.workers * config.stages, config.rate, sums=["cpu_seconds"])
+    rows = harness.on_hosts(config.workers * config.stages, config.rate, config, sums=["cpu_seconds"])
     title = (
         f"DLRM, {config.workers} workers in {config.stages} stages, {config.batch} samples; cpu_seconds of all hosts "
         f"in a step, on {_cores()} cores"

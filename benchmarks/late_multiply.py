@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 import jaxcomm as jc
 from benchmarks import harness
 from benchmarks.crossover import bisect, crossing
-from benchmarks.harness import Control, Options, Row
+from benchmarks.harness import Control, HostOptions, Row
 from jaxcomm.accounting.hlo import read_program
 from jaxcomm.collectives import dense_mean
 from jaxcomm.layers.late_multiply import gather_rows
@@ -44,7 +44,7 @@ Shape = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Config(Options):
+class Config(HostOptions):
     """Time late-multiply against the reduction of gradients on rate-limited links."""
 
     layers: str | None = None
@@ -66,7 +66,7 @@ def main(config: Config) -> None:
     every batch (None if no such batch is between those tried).
     """
     layers, counts, rates = check(config)
-    rows = [row for K in counts for row in harness.on_hosts(K, rates[0])]
+    rows = [row for K in counts for row in harness.on_hosts(K, rates[0], config)]
     timed = compare(
         [row for row in rows if "mode" in row],
         is_papers=layers == parse_layers(ALEXNET) and config.batch == 256,

@@ -1,17 +1,19 @@
 """Run a command on every host of a small network made on this machine, at a chosen link rate.
 
     python -m benchmarks.netlab --hosts 4 --rate 100mbit -- python -m train ...
+    python -m benchmarks.netlab --delay 50ms -- python -m train ...    # a round trip takes 100 ms
     python -m benchmarks.netlab --trace FILE -- python -m train ...    # the bytes that host 0 receives, over time
 
 A host is a network namespace with its own address and interface, `eth0`. Its link to the switch, a
 bridge in one more namespace, passes `rate` in each direction, so hosts that send to one host at
 once share that host's link, as on a real switch. The rate counts Ethernet frames: a TCP stream gets
-0.96 of it.
+0.96 of it. With a delay, `benchmarks.switch` is in place of the bridge.
 
-The hosts share this machine's cores, and run as batch processes (SCHED_BATCH).
+TCP uses CUBIC, Linux's default, if this machine has it: `Lab.congestion_control` is what the hosts' kernel
+says. The hosts share this machine's cores, and run as batch processes (SCHED_BATCH).
 
 Making namespaces takes root, iproute2 and util-linux. If they are missing, the lab says so on stderr
-and runs the same processes on 127.0.0.1, where no rate is obeyed.
+and runs the same processes on 127.0.0.1, where no rate, delay or share is obeyed.
 """
 
 import contextlib
@@ -29,33 +31,43 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import tyro
 
+from benchmarks import switch
+from benchmarks.conditions import machine
 from benchmarks.trace import Trace
 
-MAX_HOSTS = 64
+MAX_HOSTS, MAX_SHARE = 64, 64
 ADDRESSES = [f"10.77.0.{host + 1}" for host in range(MAX_HOSTS)]
 PORT = 9777  # free in every lab: it is opened in the namespace of the lab's host 0
 FAILURE_GRACE = 3.0  # seconds for the other hosts to report what they saw of one host's failure
+CONTROL = "cubic"  # the congestion control of hosts, where this machine has it
 
 _NAMESPACES = Path("/var/run/netns")  # where iproute2 keeps them
 _HOST_FILES = Path("/etc/netns")  # `ip netns exec NAME` shows the files of NAME here as /etc's
 _NAME = re.compile(r"netlab-(\d+)-\d+-(?:h\d+|switch)")
 _RATE = re.compile(r"(\d+(?:\.\d+)?)([kmg]?)bit")
 _FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
+_DELAY = re.compile(r"(\d+(?:\.\d+)?)(us|ms|s)")
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+_TCP = Path("/proc/sys/net/ipv4")
+_CGROUPS = Path("/sys/fs/cgroup")
+_LISTS = ("allowed", "available")
+_PERIOD = 10_000  # microseconds in which a host's processes get their share of a core
 _counter = itertools.count()
 
+Direction = tuple[int | None, int | None]  # bits per second up and down
+
 # An idle link should count no bytes, but IPv6 sends multicast reports even without an address. The
-# kernel's memory of earlier connections would start a run with the window of the run before it. CUBIC is
-# Linux's default; where this machine has BBR, a step after many megabytes may take twice its time. None
-# of these is worth failing for.
-_SETTINGS = """{
+# kernel's memory of earlier connections would start a run with the window of the run before it. With BBR, the
+# default of some machines, a step after many megabytes may take twice its time. What holds then is read back.
+_SETTINGS = f"""{{
     echo 1 > /proc/sys/net/ipv6/conf/default/disable_ipv6
-    echo 1 > /proc/sys/net/ipv4/tcp_no_metrics_save
-    echo cubic > /proc/sys/net/ipv4/tcp_congestion_control
-} 2> /dev/null; true"""
+    echo 1 > {_TCP}/tcp_no_metrics_save
+    echo {CONTROL} > {_TCP}/tcp_congestion_control
+}} 2> /dev/null; cat {_TCP}/tcp_congestion_control"""
 
 # Hosts share this machine's cores. Gloo writes to a peer while it holds a lock, and the thread that wants
 # the lock next polls. By the kernel's default, the peer that the write wakes takes the writer's core, and
@@ -88,22 +100,45 @@ class Lab:
     Args:
       hosts: number of hosts, 1 to 64.
       rate: bits per second of each link in each direction, as tc writes it ("100mbit", "1gbit");
-        None or "none" for no limit. "/" separates the rates of hosts 0, 1, ..., the last of which
-        also applies to all further hosts: "100mbit/1gbit" is a slow link for host 0.
+        None or "none" for no limit. ":" separates the rates up, from the host, and down: "20mbit:100mbit".
+        "/" separates the rates of hosts 0, 1, ..., the last of which also applies to all further hosts:
+        "100mbit/1gbit" is a slow link for host 0.
+      delay: what every frame takes longer from one host to another ("50ms"); a round trip takes twice
+        this. None or "none" for a usual switch.
+      jitter: the most that a frame takes longer than `delay`, at random.
+      shares: the share of a core that the processes of host 0, 1, ... get together; 0 or none for no limit.
 
     Attributes:
       isolated: whether the hosts are namespaces; False until the lab is entered, and in a fallback.
+      congestion_control: what TCP uses on the hosts, by their kernel; "unknown" until the lab is entered.
 
     Raises:
-      ValueError: for a number of hosts or a rate out of range.
+      ValueError: for a number of hosts, a rate, a delay or a share out of range.
     """
 
-    def __init__(self, hosts: int, rate: str | None):
+    def __init__(
+        self,
+        hosts: int,
+        rate: str | None,
+        *,
+        delay: str | None = None,
+        jitter: str | None = None,
+        shares: Sequence[float] = (),
+    ):
         if not 1 <= hosts <= MAX_HOSTS:
             raise ValueError(f"hosts must be 1 to {MAX_HOSTS}; got {hosts}. Change --hosts.")
+        if len(shares) > hosts or any(share and not 0.1 <= share <= MAX_SHARE for share in shares):
+            raise ValueError(
+                f"shares must be 0.1 to {MAX_SHARE} of a core, or 0, at most one a host; got {tuple(shares)!r} for "
+                f"{hosts}. Write (0, 0.5), say."
+            )
         self.hosts = hosts
         self.isolated = False
+        self.congestion_control = "unknown"
         self._bits = parse_rates(rate, hosts)
+        self._delay, self._jitter = parse_delay(delay), parse_delay(jitter, "jitter")
+        self._shares = [*shares, *[0.0] * (hosts - len(shares))]
+        self._relay: subprocess.Popen[str] | None = None
         self._open = False
         self._prefix = f"netlab-{os.getpid()}-{next(_counter)}-"
         self._names = [f"{self._prefix}h{host}" for host in range(hosts)]
@@ -124,10 +159,18 @@ class Lab:
                 _remove([name for name, pid in _labs() if not Path("/proc", pid).exists()])
                 self._build()
             self.isolated = True
+            if self.congestion_control != CONTROL:
+                print(
+                    f"netlab: TCP uses {self.congestion_control} and not {CONTROL}, which this machine does not allow; "
+                    "times do not compare with those of other labs",
+                    file=sys.stderr,
+                )
         except OSError as error:
+            with contextlib.suppress(OSError):
+                self.congestion_control = (_TCP / "tcp_congestion_control").read_text().strip()
             print(
                 f"netlab: fell back to loopback: {self.hosts} processes on 127.0.0.1, not isolated,"
-                f" and no rate is obeyed, because {error}",
+                f" and no rate, delay or share is obeyed, because {error}",
                 file=sys.stderr,
             )
         except BaseException:
@@ -139,6 +182,10 @@ class Lab:
         self._open = False
         with _uninterrupted():  # otherwise a signal could cut the removal short
             _remove([name for name, _ in _labs() if name.startswith(self._prefix)])
+            if self._relay is not None:
+                self._relay.kill()
+                self._relay.communicate()
+                self._relay = None
         for number in self._handled:
             signal.signal(number, signal.SIG_DFL)
         self._handled = []
@@ -147,12 +194,15 @@ class Lab:
         _tool(*_BATCH, "true")
         names = [self._switch, *self._names]
         _tool("ip", "-batch", "-", lines=[f"netns add {name}" for name in names])
-        for name in names:
-            _tool("ip", "netns", "exec", name, "sh", "-c", _SETTINGS)
-        ports = ["link add switch type bridge mcast_snooping 0", "link set switch up"]
+        _allow(CONTROL)
+        controls = {_tool("ip", "netns", "exec", name, "sh", "-c", _SETTINGS) for name in names}
+        self.congestion_control = "/".join(sorted(controls))
+        is_late = self._delay > 0 or self._jitter > 0
+        bridge = ["link add switch type bridge mcast_snooping 0", "link set switch up"]
+        ports, master = ([], "") if is_late else (bridge, "master switch ")
         for host, name in enumerate(self._names):
             ports.append(f"link add port{host} type veth peer name eth0 netns {name}")
-            ports.append(f"link set port{host} master switch up")
+            ports.append(f"link set port{host} {master}up")
         _tool("ip", "-n", self._switch, "-batch", "-", lines=ports)
         for host, name in enumerate(self._names):
             links = [f"addr add {ADDRESSES[host]}/24 dev eth0", "link set lo up", "link set eth0 up"]
@@ -161,8 +211,32 @@ class Lab:
             (_HOST_FILES / name).mkdir(parents=True, exist_ok=True)
             addresses = f"127.0.0.1 localhost\n{ADDRESSES[host]} {socket.gethostname()}\n"
             (_HOST_FILES / name / "hosts").write_text(addresses)
-        if any(self._bits):
+        if any(map(any, self._bits)):
             self._limit(self._bits)
+        for name, share in zip(self._names, self._shares, strict=True):
+            if share:
+                _limit_share(_cgroup(name), share)
+        if is_late:
+            # Frames are due even while hosts compute. Isolated (-I), Python finds its own modules alone.
+            program = ["nice", "-n", "-20", sys.executable, "-I", str(switch.__file__)]
+            self._relay = subprocess.Popen(
+                ["ip", "netns", "exec", self._switch, *program, *map(str, (self.hosts, self._delay, self._jitter))],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                text=True,
+            )
+            assert self._relay.stdout is not None
+            if (line := self._relay.stdout.readline()) != switch.READY + "\n":
+                raise OSError(f"the switch with a delay said {line + self._relay.stdout.read()!r}")
+
+    def conditions(self) -> dict[str, Any]:
+        """Returns what a timed record says of its lab (see `benchmarks.conditions`); measures the machine's speed."""
+        delay, jitter = (f"{1e3 * seconds:g}ms" if seconds else "none" for seconds in (self._delay, self._jitter))
+        shares = "/".join(f"{share:.3g}" for share in self._shares) if any(self._shares) else "none"
+        obeyed = {"delay": delay, "jitter": jitter, "shares": shares}
+        obeyed = obeyed if self.isolated else dict.fromkeys(obeyed, "none")
+        return {"control": self.congestion_control, **obeyed, **machine()}
 
     def set_rate(self, rate: str | None) -> None:
         """Changes the limit of every link, as for `Lab`; connections stay up."""
@@ -177,9 +251,9 @@ class Lab:
             _tool("ip", "-n", self._switch, "link", "set", f"port{host}", "up" if up else "down")
         return self._open and self.isolated
 
-    def _limit(self, bits: Sequence[int | None]) -> None:
-        uplinks = [(name, "eth0", rate) for name, rate in zip(self._names, bits, strict=True)]
-        ports = [(self._switch, f"port{host}", rate) for host, rate in enumerate(bits)]
+    def _limit(self, bits: Sequence[Direction]) -> None:
+        uplinks = [(name, "eth0", up) for name, (up, _) in zip(self._names, bits, strict=True)]
+        ports = [(self._switch, f"port{host}", down) for host, (_, down) in enumerate(bits)]
         for name, links in itertools.groupby([*uplinks, *ports], key=lambda link: link[0]):
             segments, queues = [], []
             for _, device, rate in links:
@@ -191,6 +265,11 @@ class Lab:
                 queues.append(queue)
             _tool("ip", "-n", name, "-batch", "-", lines=segments)
             _tool("tc", "-n", name, "-batch", "-", lines=queues)
+
+    def _joining(self, host: int) -> list[str]:
+        """Returns the words before a command that give it the host's share of a core."""
+        procs = _cgroup(self._names[host]) / "cgroup.procs"
+        return ["sh", "-c", f'echo $$ > {procs} && exec "$@"', "sh"] if self._shares[host] else []
 
     def _counters(self) -> IO[str]:
         """Returns the open counters of host 0's interfaces; without isolation, of the machine's."""
@@ -263,7 +342,7 @@ class Lab:
                     out, err = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(2))
                     files.append((out, err))
                     process = subprocess.Popen(
-                        ["ip", "netns", "exec", name, *_BATCH, *argv] if self.isolated else argv,
+                        [*self._joining(host), "ip", "netns", "exec", name, *_BATCH, *argv] if self.isolated else argv,
                         env=environment | {"JAXCOMM_PROCESS_ID": str(host)},
                         stdin=subprocess.DEVNULL,
                         stdout=out,
@@ -304,12 +383,73 @@ def parse_rate(rate: str | None) -> int | None:
     return bits
 
 
-def parse_rates(rate: str | None, hosts: int) -> list[int | None]:
-    """Returns the bits per second of every host's link; see `Lab`. More rates than hosts raise `ValueError`."""
-    bits = [parse_rate(word) for word in ("none" if rate is None else rate).split("/")]
+def parse_rates(rate: str | None, hosts: int) -> list[Direction]:
+    """Returns the bits per second of every host's link, up and down; see `Lab`.
+
+    More rates than hosts, and more than two for one link, raise `ValueError`.
+    """
+    bits = []
+    for word in ("none" if rate is None else rate).split("/"):
+        up, *down = (parse_rate(part) for part in word.split(":", maxsplit=1))
+        bits.append((up, down[0] if down else up))
     if len(bits) > hosts:
         raise ValueError(f"rate must name at most one rate for every host; got {rate!r} for {hosts}. Leave some out.")
     return bits + bits[-1:] * (hosts - len(bits))
+
+
+def parse_delay(delay: str | None, name: str = "delay") -> float:
+    """Returns the seconds of a delay as tc writes it ("50ms", "200us", "0.1s"); 0 for None or "none".
+
+    Anything else, and more than 10 seconds, raises `ValueError`.
+    """
+    if delay is None or delay == "none":
+        return 0.0
+    match = _DELAY.fullmatch(delay)
+    seconds = float(match[1]) * _SECONDS[match[2]] if match else -1.0
+    if not 0 <= seconds <= 10:
+        raise ValueError(
+            f"{name} must be a number with the unit us, ms or s, of at most 10s; got {delay!r}. Write '50ms', say."
+        )
+    return seconds
+
+
+def slow_last(hosts: int, slow: float) -> list[float]:
+    """Returns the shares of a core with which the last host computes slower.
+
+    It gets an even share of this machine's cores, at most one, divided by `slow`; but at least a tenth.
+
+    Raises:
+      ValueError: for less than 1.
+    """
+    if not 1 <= slow <= 100:
+        raise ValueError(f"slow must be 1 to 100 times; got {slow}. Write 3, say.")
+    if slow == 1:
+        return []
+    even = min(len(os.sched_getaffinity(0)) / hosts, 1.0)
+    return [0.0] * (hosts - 1) + [max(0.1, even / slow)]
+
+
+def _allow(control: str) -> None:
+    """Allows namespaces a congestion control that this machine has; what they then use is read back."""
+    with contextlib.suppress(OSError):  # only the first namespace has the lists
+        allowed, available = ((_TCP / f"tcp_{which}_congestion_control").read_text().split() for which in _LISTS)
+        if control in available and control not in allowed:
+            (_TCP / "tcp_allowed_congestion_control").write_text(" ".join([*allowed, control]))
+
+
+def _cgroup(name: str) -> Path:
+    """Returns the folder of a host's share: of the cpu controller where there are several hierarchies (version 1)."""
+    return (_CGROUPS / "cpu" if (_CGROUPS / "cpu").is_dir() else _CGROUPS) / name
+
+
+def _limit_share(folder: Path, share: float) -> None:
+    folder.mkdir()
+    quota, old = round(share * _PERIOD), folder / "cpu.cfs_quota_us"
+    if old.exists():
+        (folder / "cpu.cfs_period_us").write_text(str(_PERIOD))
+        old.write_text(str(quota))
+    else:
+        (folder / "cpu.max").write_text(f"{quota} {_PERIOD}")
 
 
 def _bucket(bits: int) -> tuple[int, int, int]:
@@ -330,10 +470,12 @@ def _free_port() -> str:
         return f"127.0.0.1:{server.getsockname()[1]}"
 
 
-def _tool(*argv: str, lines: Sequence[str] = ()) -> None:
+def _tool(*argv: str, lines: Sequence[str] = ()) -> str:
+    """Runs a tool, and returns what it says; a failure raises `OSError`."""
     result = subprocess.run(argv, input="\n".join(lines), capture_output=True, check=False, text=True)
     if result.returncode:
         raise OSError(f"`{' '.join(argv)}` failed: {' '.join(result.stderr.split())}")
+    return result.stdout.strip()
 
 
 def _labs() -> list[tuple[str, str]]:
@@ -352,6 +494,11 @@ def _remove(names: Sequence[str]) -> None:
                 os.kill(int(pid), signal.SIGKILL)
         subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
         shutil.rmtree(_HOST_FILES / name, ignore_errors=True)
+        folder, patience = _cgroup(name), time.monotonic() + 1.0
+        while folder.exists() and time.monotonic() < patience:
+            with contextlib.suppress(OSError):  # the killed are still there
+                folder.rmdir()
+            time.sleep(0.01)
 
 
 @contextlib.contextmanager
@@ -421,7 +568,11 @@ class Config:
 
     hosts: int = 4  # Number of hosts, 1 to 64.
     rate: str = "100mbit"
-    """Limit of each link in each direction, such as "100mbit", or "none"; "100mbit/1gbit" for a slow host 0."""
+    """Limit of each link in each direction, such as "100mbit", or "none"; "100mbit/1gbit" for a slow host 0;
+    "20mbit:100mbit" up and down."""
+    delay: str = "none"  # What a frame takes longer from one host to another, such as "50ms"; a round trip, twice this.
+    jitter: str = "none"  # The most that a frame takes longer than that, at random.
+    slow: float = 1.0  # How many times slower the last host computes: its share of a core.
     timeout: float | None = None  # Seconds after which the lab kills what still runs.
     trace: Path | None = None
     """File for the bytes that host 0 has received and their rate in kB/s, sampled every 0.1 s, as a list of records."""
@@ -436,7 +587,8 @@ def main(argv: Sequence[str]) -> int:
     trace = Trace()
     try:
         check_file("--trace", config.trace)
-        with Lab(config.hosts, config.rate) as lab:
+        shares = slow_last(config.hosts, config.slow)
+        with Lab(config.hosts, config.rate, delay=config.delay, jitter=config.jitter, shares=shares) as lab:
             results = lab.run(argv[split + 1 :], timeout=config.timeout, stream=True, trace=trace)
         write_records(config.trace, trace.records())
     except ValueError as error:

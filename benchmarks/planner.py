@@ -29,7 +29,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
 from benchmarks import harness
-from benchmarks.harness import Control, Options, Row
+from benchmarks.conditions import headed
+from benchmarks.harness import Control, HostOptions, Row
 from benchmarks.shapes import shapes_of
 from configs import CONFIGS
 from configs.methods import DctDp, LocalSgd, Method, PlumpDp, PowerSgd, QuantDp, RandomK, Sign, TopK
@@ -65,7 +66,7 @@ CLOSE, WRONG = 0.10, 0.05  # the targets: how close a step is predicted, and by 
 
 
 @dataclass(frozen=True)
-class Config(Options):
+class Config(HostOptions):
     """Compare predicted with measured steps, or measure the table of costs."""
 
     shapes: str = "mlp"  # What is trained: "mlp", or shapes as for benchmarks.exchange ("resnet50", "1e6").
@@ -93,9 +94,9 @@ def main(config: Config) -> None:
         shapes_of(config.shapes)
     _methods(config)
     rates = harness.check_run(config.rate, config.steps)
-    rows = [row for K in harness.numbers("--hosts", config.hosts) for row in harness.on_hosts(K, rates[0])]
+    rows = [row for K in harness.numbers("--hosts", config.hosts) for row in harness.on_hosts(K, rates[0], config)]
     rows = [row | _errors(row, rows) for row in rows]
-    print_table(f"Steps of {config.shapes}, predicted and measured", rows)
+    print_table(*headed(f"Steps of {config.shapes}, predicted and measured", rows))
     print(summary(rows))
     write_records(config.json, rows)
 

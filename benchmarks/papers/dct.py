@@ -20,6 +20,7 @@ from collections.abc import Callable
 from functools import partial
 
 from benchmarks import dct
+from benchmarks.conditions import headed, heading
 from benchmarks.papers import common, timing
 from benchmarks.papers.common import LONGER
 from benchmarks.papers.dct_figures import figure_2, figure_5, figure_7, theorem
@@ -314,12 +315,12 @@ def table_5(config: Config, records: Records) -> None:
             worse.agrees(-paper_test, SAME),
             f"{worse}% (up to {SAME:g}% from the paper's counts as the same)",
         )
-    print_table(
+    about = (
         f"Table 5: the DLRM in {base['stages']} stages, not the paper's large model with 12 splits; a step of "
         f"{base['batch']} rows without compression takes {base['ms_median']:.1f} ms ({base['ms_min']:.1f} to "
-        f"{base['ms_max']:.1f}) at {config.rate}, medians of {config.timed_steps}",
-        rows,
+        f"{base['ms_max']:.1f}) at {config.rate}, medians of {config.timed_steps}"
     )
+    print_table(heading(about, [base]), rows)
 
 
 def hybrid(config: Config, records: Records) -> None:
@@ -339,7 +340,8 @@ def hybrid(config: Config, records: Records) -> None:
         }
         for row, network, cpu in zip((before, after), paper.network, paper.cpu, strict=True)
     ]
-    print_table(f"Hybrid training on hosts at {config.rate}, medians of {config.timed_steps} steps", rows)
+    title = f"Hybrid training on hosts at {config.rate}, medians of {config.timed_steps} steps"
+    print_table(*headed(title, rows))
     print_claim(
         f"both methods together save {paper.time_saved:g}% of the time",
         Difference(time_saved, 0.0).agrees(paper.time_saved, or_more=True),

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks import thresholds
+from benchmarks.conditions import check_control
 from benchmarks.papers import timing
 from benchmarks.papers.dct_settings import (
     DEVIATION,
@@ -248,6 +249,7 @@ def step_times(
     times = {}
     for sparsity in sparsities:
         timed = timing.time_exchanges(records, methods=["dct_dp"], sparsity=sparsity, **options)["dct_dp"]
+        check_control([dense, timed])
         times[sparsity] = (compute + timed["ms_median"], compute + timed["ms_refresh"])
     return compute + dense["ms_median"], times
 

@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 
+from benchmarks.conditions import check_control, heading
 from benchmarks.importance import EDGES, measure
 from benchmarks.netlab import Lab, parse_rate
 from benchmarks.papers.iwp_settings import ROOM, Config, fixed_row, pruning
@@ -129,6 +130,7 @@ def network(config: Config, records: Records) -> None:
         "Fig. 7: baseline": _trace(config, records, ["method:plump-dp"]),
         "Fig. 8: importance weighted pruning": _trace(config, records, ["method:iwp", *pruned]),
     }
+    check_control(traces.values())
     rows = []
     for title, record in traces.items():
         rates = active(record["kB_per_s"])
@@ -143,7 +145,8 @@ def network(config: Config, records: Records) -> None:
                 "isolated": str(record["isolated"]),
             }
         )
-    print_table(f"Figures 7 and 8: what host 0 of {config.hosts} receives while it trains, at {config.rate}", rows)
+    title = f"Figures 7 and 8: what host 0 of {config.hosts} receives while it trains, at {config.rate}"
+    print_table(heading(title, traces.values()), rows)
     base, ours = rows
     print_claim(
         "the baseline's network I/O is close to full load, and that of pruning far below",
@@ -180,6 +183,7 @@ def _traced(config: Config, command: list[str]) -> Record:
         place = options.index(next(word for word in options if word.startswith("method:")))
         data = ["--data-dir", str(config.data_dir)] if config.data_dir else []
         options[place:place] = ["--out", scratch, *data]
+        conditions = lab.conditions()
         results = lab.run([sys.executable, "-m", name, *options], env=dict(os.environ), trace=trace)
         isolated = lab.isolated
     failed = [result for result in results if result.returncode]
@@ -187,6 +191,7 @@ def _traced(config: Config, command: list[str]) -> Record:
         raise ValueError(f"host {failed[0].host} failed:\n{failed[0].stderr[-2000:]}")
     series = trace.records()
     return {
+        **conditions,
         "isolated": isolated,
         "received_kB": series[-1]["received"] / 1e3,
         "seconds": [round(sample["seconds"], 3) for sample in series],

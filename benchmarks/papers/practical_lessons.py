@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, NamedTuple
 
+from benchmarks.conditions import check_control, heading
 from benchmarks.papers import common, timing
 from benchmarks.papers.report import Difference, all_hold, print_claim
 from benchmarks.planner import COSTS
@@ -135,11 +136,11 @@ def table_1(config: Config, records: Records) -> None:
             Difference(times - 1, 0.0).agrees(paper / paper_late - 1, or_more=True),
             f"{times:.2f} times",
         )
-    print_table(
+    title = (
         f"Table 1: ms of communication for AlexNet's dense layers, medians of {config.timed_steps}; the whole step "
-        "also multiplies",
-        rows,
+        "also multiplies"
     )
+    print_table(heading(title, timed), rows)
 
 
 def iteration_times(table: str, config: Config, records: Records) -> None:
@@ -148,14 +149,15 @@ def iteration_times(table: str, config: Config, records: Records) -> None:
     if not set(config.hosts) < gpu.fake[DENSE].keys():
         raise ValueError(f"--hosts must be some of the paper's 2, 4 and 8; got {config.hosts}. Leave out the others.")
     timed = [record for K in config.hosts for record in _timed(config, records, K)]
+    check_control(timed)
     by_layout = {(record["layout"], record["devices"], record["data"]): record for record in reversed(timed)}
     sizes = _sizes(config, records) if table == "2" else {}  # which table 3 does not have
     note = f"; MiB of {config.counted_rows} rows, as the paper counts them" if sizes else ""
-    print_table(
+    title = (
         f"Table {table} ({gpu.name}): seconds of a step of {config.batch} rows on hosts that share this machine's "
-        f"cores, at {config.rate}, medians of {config.timed_steps}{note}",
-        [_row(gpu, by_layout[place], sizes) for place in sorted(by_layout)],
+        f"cores, at {config.rate}, medians of {config.timed_steps}{note}"
     )
+    print_table(heading(title, timed), [_row(gpu, by_layout[place], sizes) for place in sorted(by_layout)])
     for (layout, K, data), record in by_layout.items():
         if layout != ONE_DEVICE:
             continue

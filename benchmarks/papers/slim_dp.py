@@ -20,6 +20,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from benchmarks.conditions import heading
 from benchmarks.papers import common
 from benchmarks.papers.common import last_accuracies
 from benchmarks.papers.report import Difference, all_hold, columns, draw, print_cause, print_claim
@@ -55,11 +56,12 @@ _QUANT = 'Quant-DP in one shot (collective="gather"), whose sums are not rounded
 
 def table_1(config: Config, records: Records) -> None:
     """Times 10,000 mini-batches of every method."""
-    rows: list[Record] = []
+    rows, records_timed = list[Record](), list[Record]()
     for model in config.models:
         parts = config.parts(model)
         for K in config.workers:
             timed = exchange_times(config, records, model, K)
+            records_timed += timed.values()
             compute = compute_ms(config, records, model)
             paper_compute, paper = PAPER_TIMES[model.name, K]
             for name, theirs in zip(METHODS, paper, strict=True):
@@ -88,11 +90,11 @@ def table_1(config: Config, records: Records) -> None:
                         "bytes": record["bytes_compiled"],
                     }
                 )
-    print_table(
+    title = (
         f"Table 1: hours for 10,000 mini-batches; T_comm at {config.rate}, medians of {config.timed_steps}; {_QUANT}; "
-        f"T_comp of {', '.join(f'{model.rows} rows ({model.name})' for model in config.models)} a worker, alone here",
-        rows,
+        f"T_comp of {', '.join(f'{model.rows} rows ({model.name})' for model in config.models)} a worker, alone here"
     )
+    print_table(heading(title, records_timed), rows)
     for model in config.models:
         for K in config.workers:
             share = {row["method"]: row["of_plump"] for row in rows if (row["model"], row["K"]) == (model.name, K)}

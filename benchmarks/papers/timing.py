@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.conditions import check_control
 from benchmarks.harness import spread
 from configs import CONFIGS
 from configs.methods import PlumpDp
@@ -66,14 +67,19 @@ def time_exchanges(
 
     Returns:
       Its records by method, including those that were there before.
+
+    Raises:
+      ValueError: if those that were there are of another congestion control.
     """
     settings = {"shapes": shapes, "hosts": hosts, "rate": rate, "steps": steps, **options}
     keys = {method: {"of": "exchange", "method": method, **settings} for method in methods}
-    gaps = [method for method, key in keys.items() if records.find(key) is None]
+    known = {method: record for method, key in keys.items() if (record := records.find(key)) is not None}
+    gaps = [method for method in keys if method not in known]
     if gaps:
-        for record in run_benchmark("exchange", {**settings, "method": ",".join(gaps)}):
-            records.add({**keys[record["method"]], **record})
-    return {method: stored for method, key in keys.items() if (stored := records.find(key)) is not None}
+        table = run_benchmark("exchange", {**settings, "method": ",".join(gaps)})
+        check_control([*known.values(), *table])
+        known |= {record["method"]: records.add({**keys[record["method"]], **record}) for record in table}
+    return {method: known[method] for method in methods}
 
 
 def time_compute(records: Records, name: str, rows: int, steps: int) -> Record:

@@ -24,6 +24,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks import harness
+from benchmarks.conditions import check_control, heading
+from benchmarks.harness import HostOptions
 from benchmarks.netlab import Lab
 from benchmarks.peers.jax_host import METHODS
 from benchmarks.peers.job import CLASSES, WIDTH, Job, initial_weights
@@ -44,7 +46,7 @@ USUAL = (
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(HostOptions):
     """Train one model with this library and with PyTorch's DDP, on the hosts of a lab."""
 
     methods: str = USUAL  # Methods, separated by commas, each with "jaxcomm:" or "torch:" before it.
@@ -76,13 +78,23 @@ def main(config: Config) -> None:
     panels: dict[str, dict[str, list[float | None]]] = {}
     for rate in rates:
         runs: list[dict[str, Any]] = []
-        for seed in range(config.rounds):
-            for method in methods:
-                key = {"method": method, "rate": rate, "seed": seed, **{name: getattr(config, name) for name in SAME}}
-                runs.append(records.get(key, lambda setting=(method, rate, seed): run(config, *setting, splits)))
-                print(f"{method} at {rate}, round {seed}: {step_ms(runs[-1]):.4g} ms a step", flush=True)
+        same = {"rate": config.link(rate), **{name: getattr(config, name) for name in SAME}}
+        keys = [{"method": method, "seed": seed, **same} for seed in range(config.rounds) for method in methods]
+        known = [record for key in keys if (record := records.find(key)) is not None]
+        for key in keys:
+            method, seed, record = key["method"], key["seed"], records.find(key)
+            if record is None:
+                made = run(config, method, rate, seed, splits)
+                check_control([*known, *runs, made])
+                record = records.add({**key, **made})
+            runs.append(record)
+            print(f"{method} at {rate}, round {seed}: {step_ms(runs[-1]):.4g} ms a step", flush=True)
         print_table(
-            f"{config.hosts} hosts, {rate}, {config.rows} rows a worker, {config.data}, {config.rounds} rounds",
+            heading(
+                f"{config.hosts} hosts, {config.link(rate)}, {config.rows} rows a worker, {config.data}, "
+                f"{config.rounds} rounds",
+                runs,
+            ),
             [summary(method, runs, config.target) for method in methods],
         )
         if config.figure is not None:
@@ -153,8 +165,8 @@ def run(
         order=order.reshape(config.steps, rows),
     )
     python = sys.executable if peer == "jaxcomm" else str(config.torch)
-    with tempfile.TemporaryDirectory() as folder, Lab(config.hosts, rate) as lab:
-        path = Path(folder, "job.npz")
+    with tempfile.TemporaryDirectory() as folder, Lab(config.hosts, rate, **config.lab(config.hosts)) as lab:
+        path, conditions = Path(folder, "job.npz"), lab.conditions()
         job.save(path)
         command = [python, "-m", f"benchmarks.peers.{'jax' if peer == 'jaxcomm' else peer}_host", str(path)]
         env = {} if peer == "jaxcomm" else KEEP_FREED_MEMORY
@@ -173,7 +185,7 @@ def run(
         }
         for host_segments in zip(*hosts, strict=True)
     ]
-    return {"segments": segments, "aborts": aborts}
+    return {**conditions, "segments": segments, "aborts": aborts}
 
 
 def segments_of(stdout: str) -> list[dict[str, Any]]:

@@ -66,7 +66,7 @@ def test_seconds(trained, tmp_path, capsys, monkeypatch):
     """For 4 steps, timed on as many hosts as there are workers."""
     path, ran = tmp_path / "gpt.json", []
 
-    def on_hosts(hosts, rate):
+    def on_hosts(hosts, rate, options):
         ran.append(hosts)
         times = {"ms_mean": 500.0, "ms_min": 1.0, "ms_max": 2.0, "bytes_kernel": 3.0}
         return [{"method": name, **times} for name in METHODS]

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks import netlab
-from benchmarks.netlab import Lab, parse_rate, parse_rates
+from benchmarks.netlab import Lab, parse_delay, parse_rate, parse_rates, slow_last
 from benchmarks.trace import Trace, received_bytes
 from tests.benchmarks.places import CAN_ISOLATE, ROOT
 from tests.refusals import refusals, refused
 
+CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 NETLAB = [sys.executable, "-m", "benchmarks.netlab"]
 
@@ -56,6 +57,41 @@ else:
     get(peer, 1 if gathers else size)
     peer.sendall(bytes(size if gathers else 1))
 """
+
+
+# Host 1 opens a connection to host 0 and prints the seconds of round trips of one byte, the shortest of three.
+ROUND_TRIP = """
+import os, socket, time
+address, port = os.environ["JAXCOMM_COORDINATOR"].split(":")
+if os.environ["JAXCOMM_PROCESS_ID"] == "0":
+    with socket.create_server((address, int(port))) as server:
+        peer = server.accept()[0]
+    while peer.recv(1):
+        peer.sendall(b"x")
+elif os.environ["JAXCOMM_PROCESS_ID"] == "1":
+    for attempt in range(200):
+        try:
+            peer = socket.create_connection((address, int(port)))
+            break
+        except ConnectionRefusedError:
+            time.sleep(0.05)
+    times = []
+    for trip in range(3):
+        begin = time.perf_counter()
+        peer.sendall(b"x")
+        peer.recv(1)
+        times.append(time.perf_counter() - begin)
+    print(min(times))
+"""
+CPU_SECONDS = """
+import time
+end = time.monotonic() + 0.5
+while time.monotonic() < end:
+    pass
+print(time.process_time())
+"""
+
+ISOLATED = pytest.mark.skipif(not CAN_ISOLATE, reason="takes root and namespaces")
 
 
 def transfer(lab, direction, size, trace=None):
@@ -109,8 +145,18 @@ def test_rates_of_tc(rate, bits):
 @refusals(
     *(
         (lambda rate=rate: Lab(2, rate), "unit bit, kbit", "got ", "Write for example '100mbit'")
-        for rate in ("", "100", "mbit", "100mbps", "100Mbit", "-1mbit", "0mbit", "1tbit", "1e3bit")
+        for rate in ("", "100", "mbit", "100mbps", "100Mbit", "-1mbit", "0mbit", "1tbit", "1e3bit", "1mbit:1mbit:1mbit")
     ),
+    *(
+        (lambda delay=delay: Lab(2, None, delay=delay), "delay must be ", "us, ms or s", f"got {delay!r}", "'50ms'")
+        for delay in ("", "50", "-5ms", "11s", "1e3ms")
+    ),
+    (lambda: Lab(2, None, jitter="1"), "jitter must be ", "got '1'"),
+    *(
+        (lambda shares=shares: Lab(2, None, shares=shares), "shares must be 0.1 to 64", f"got {shares!r} for 2")
+        for shares in ((0.05,), (65.0,), (-1.0,), (1.0, 1.0, 1.0))
+    ),
+    (lambda: slow_last(2, 0.5), "slow must be 1 to 100", "got 0.5"),
     *((lambda hosts=hosts: Lab(hosts, None), f"hosts must be 1 to 64; got {hosts}") for hosts in (-1, 0, 65)),
     (lambda: received_bytes("nowhere0"), "must be one of ", "lo", "got 'nowhere0'", "NETLAB_INTERFACE"),
 )
@@ -119,11 +165,24 @@ def test_refusals(call, said):
 
 
 def test_rates_of_hosts():
-    assert parse_rates("100mbit/none/1kbit", 3) == [10**8, None, 10**3]
-    assert parse_rates("1mbit/2mbit", 4) == [10**6, 2 * 10**6, 2 * 10**6, 2 * 10**6]
-    assert parse_rates(None, 2) == [None, None]
+    assert parse_rates("100mbit/none/1kbit", 3) == [(10**8, 10**8), (None, None), (10**3, 10**3)]
+    assert parse_rates("1mbit/2mbit", 4) == [(10**6, 10**6), *[(2 * 10**6, 2 * 10**6)] * 3]
+    assert parse_rates("1mbit:none/2mbit:3mbit", 2) == [(10**6, None), (2 * 10**6, 3 * 10**6)]
+    assert parse_rates(None, 2) == [(None, None)] * 2
     with pytest.raises(ValueError, match="at most one rate for every host; got '1mbit/1mbit' for 1"):
         Lab(1, "1mbit/1mbit")
+
+
+def test_delays_of_tc():
+    texts = {None: 0.0, "none": 0.0, "0ms": 0.0, "50ms": 0.05, "2.5ms": 0.0025, "200us": 0.0002, "1s": 1.0}
+    assert [parse_delay(text) for text in texts] == pytest.approx(list(texts.values()))
+
+
+def test_a_slow_host(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    assert slow_last(4, 1.0) == []
+    assert slow_last(4, 2.0) == [0.0, 0.0, 0.0, 0.25]  # of half a core
+    assert slow_last(1, 2.0) == [0.5]  # of a core, since it may compute in one thread
 
 
 @pytest.mark.parametrize("argv", [[], ["no-such-program"]])
@@ -140,14 +199,17 @@ def test_a_closed_lab():
 def test_the_fallback(loopback, capfd):
     script = "import os; print(*(os.environ[name] for name in os.environ['NAMES'].split()))"
     names = "JAXCOMM_COORDINATOR JAXCOMM_PROCESS_ID JAXCOMM_NUM_PROCESSES NETLAB_INTERFACE"
-    with Lab(2, "1mbit") as lab:
+    with Lab(2, "1mbit", delay="1s", shares=(0.1,)) as lab:
         assert not lab.isolated
         lab.set_rate("2mbit")
+        about = lab.conditions()
         results = lab.run([sys.executable, "-c", script], env={"NAMES": names})
     outputs = [result.stdout.split() for result in results]
     coordinator = outputs[0][0]
     assert coordinator.startswith("127.0.0.1:")
     assert outputs == [[coordinator, "0", "2", "lo"], [coordinator, "1", "2", "lo"]]
+    assert about["control"] == CONTROL.read_text().strip()
+    assert (about["delay"], about["shares"]) == ("none", "none")  # they are not obeyed
     message = capfd.readouterr().err
     assert message.count("fell back to loopback") == 1
     assert "takes root" in message
@@ -232,6 +294,71 @@ def test_rates_and_bytes(lab):
     lab.set_rate("none")
     seconds, _ = transfer(lab, "gather", size)
     assert 2 * size * 8 / seconds / 1e6 > 400
+
+
+@ISOLATED
+def test_the_congestion_control_is_what_the_kernel_says(lab):
+    results = lab.run(["cat", str(CONTROL)])
+    assert [result.stdout for result in results] == [f"{lab.congestion_control}\n"] * 3
+    available = Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split()
+    if "cubic" in available:
+        assert lab.congestion_control == "cubic"
+
+
+@ISOLATED
+def test_another_congestion_control_is_said(monkeypatch, capfd):
+    monkeypatch.setattr(netlab, "CONTROL", "vegas9")  # no machine has it
+    monkeypatch.setattr(netlab, "_SETTINGS", netlab._SETTINGS.replace("cubic", "vegas9"))
+    with Lab(2, None) as lab:
+        about = lab.conditions()
+    assert about["control"] == lab.congestion_control != "vegas9"
+    assert f"TCP uses {lab.congestion_control} and not vegas9" in capfd.readouterr().err
+
+
+@ISOLATED
+def test_a_delay():
+    """What TCP sees of a delay; other work on the machine can only make round trips longer."""
+    with Lab(3, "100mbit", delay="30ms", jitter="1ms") as lab:
+        about = lab.conditions()
+        results = lab.run([sys.executable, "-c", ROUND_TRIP], timeout=30)
+        assert [result.returncode for result in results] == [0] * 3, results
+        assert 0.06 <= float(results[1].stdout) < 0.5
+        for direction in ("gather", "scatter"):
+            seconds, counter = transfer(lab, direction, 1_000_000)
+            assert counter == pytest.approx(2_000_000, rel=0.03)
+            assert seconds > 0.16 + 0.06
+        assert lab.set_link(1, up=False)
+        cut = lab.run(["sh", "-c", "cat /sys/class/net/eth0/carrier"])
+        assert [result.stdout.strip() for result in cut] == ["1", "0", "1"]
+        assert lab.set_link(1, up=True)
+        transfer(lab, "gather", 1000)
+    assert (about["delay"], about["jitter"], about["shares"]) == ("30ms", "1ms", "none")
+    assert remains(os.getpid()) == []
+
+
+@ISOLATED
+def test_rates_up_and_down(lab):
+    """Each way takes at least as long as its rate; a host that is fast down and slow up receives fast."""
+    lab.set_rate("20mbit:200mbit/none")
+    assert transfer(lab, "scatter", 500_000)[0] > 0.9 * 8e6 / 20e6
+    lab.set_rate("200mbit:20mbit/none")
+    assert transfer(lab, "gather", 500_000)[0] > 0.9 * 8e6 / 20e6
+    lab.set_rate("20mbit:200mbit/none")
+    assert min(transfer(lab, "gather", 500_000)[0] for _ in range(3)) < 0.9 * 8e6 / 20e6
+
+
+@ISOLATED
+def test_shares():
+    try:
+        with Lab(2, None, shares=(0.0, 0.2)) as lab:
+            if not lab.isolated:
+                pytest.skip("no cgroups for processors here")
+            about = lab.conditions()
+            _, slow = (float(result.stdout) for result in lab.run([sys.executable, "-c", CPU_SECONDS]))
+    finally:
+        assert [path for path in Path("/sys/fs/cgroup").rglob(f"netlab-{os.getpid()}-*")] == []
+    assert slow < 0.25  # of more than 0.5 s
+    assert about["shares"] == "0/0.2"
 
 
 def test_traces(lab):
