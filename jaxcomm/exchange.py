@@ -21,8 +21,9 @@ import optax
 from jax import lax
 from jax.tree_util import KeyPath
 
-from jaxcomm.checks import Rule, check_range, rules_of
+from jaxcomm.checks import Rule, check_range, count, rules_of
 from jaxcomm.collectives.axis import AxisName, axis_names, axis_size, check_per_worker, is_tracked, to_varying, varies
+from jaxcomm.collectives.dense import dense_mean
 from jaxcomm.collectives.sparse import Accumulated
 from jaxcomm.kernels import noise
 from jaxcomm.kernels.numerics import is_finite_tree, promotes
@@ -63,7 +64,7 @@ class ExchangeState:
       metrics: counts of the last exchange.
       step: () int32, the exchanges so far, skipped ones included; for a local method, its steps.
       residual: (K, n), what was not sent yet, a row per worker, in `residual_dtype`; None for methods without one.
-      memory: what else the method keeps; see the method's `start`.
+      memory: what else the method keeps; see the method's `first_memory`.
       others: the state of the second exchange, for the leaves that `where` leaves out; None without one.
       worker: (K, 1) int32, which worker of how many each row is of, see `worker_of`; -1 before the first update. None
         for methods without rows. If a row is on another worker, or of another number of workers, all skip the step.
@@ -202,6 +203,8 @@ class Exchange:
       residual_dtype: "float32", or "bfloat16" to keep the residual in 2 bytes a parameter instead of 4. Every step then
         rounds it to one of its two neighbours at random, so that it is right on average over many steps. Each rounding
         error is up to 1/128 of the residual.
+      start: steps at the beginning that send the gradient dense, in float32: 2 (K-1)/K * 4 bytes a parameter. Then the
+        method begins, with an empty residual.
 
     Raises:
       ValueError: for arguments out of range; at trace time for an empty tree, leaves that are not real floats, float64
@@ -214,10 +217,12 @@ class Exchange:
     axis_name: Any = "data"
     checksum: bool = False
     residual_dtype: str = "float32"
+    start: Annotated[int, count(0, "0 compresses from the first step")] = 0
 
     name: ClassVar[str] = "exchange"  # in messages and tables; a method of the library is named as its file
     keeps_residual: ClassVar[bool] = True
     has_positions: ClassVar[bool] = True  # in one vector of all tensors; they have 31 bits
+    start_remedy: ClassVar[str | None] = None  # what to suggest if it cannot begin with dense steps
 
     def __init_subclass__(cls) -> None:
         package, _, module = cls.__module__.rpartition(".")
@@ -246,6 +251,9 @@ class Exchange:
         rule = " or ".join(kinds) + ("" if self.keeps_residual else f" for {self.name}, which keeps no residual itself")
         remedy = "bfloat16 halves its memory" if self.keeps_residual else "Pass it to the exchange that has one"
         check_range("residual_dtype", self.residual_dtype, rule, self.residual_dtype in kinds, remedy)
+
+        remedy = self.start_remedy or ""
+        check_range("start", self.start, f"0 for {self.name}", not self.start or not remedy, remedy)
 
     # What the rest of the library asks of a method.
 
@@ -300,7 +308,7 @@ class Exchange:
         """Returns the layout of a gradient's leaves. Static: it depends on shapes alone."""
         raise NotImplementedError
 
-    def start(self, params: Params, layout: Layout) -> Any:
+    def first_memory(self, params: Params, layout: Layout) -> Any:
         """Returns the memory before the first step: arrays, and `PerWorker` where workers differ."""
         del params, layout
         return ()
@@ -308,6 +316,18 @@ class Exchange:
     def average(self, gradient: Gradient, state: ExchangeState) -> tuple[Exchanged, Any]:
         """Averages one worker's gradient over the workers; returns the result and the new memory."""
         raise NotImplementedError
+
+    def average_densely(self, gradient: Gradient, state: ExchangeState) -> tuple[Exchanged, Any]:
+        """Does `average` by one dense all-reduce, in the first `start` steps: there is no residual to send yet."""
+        means, ok = dense_mean(gradient.leaves, self.axis_name)
+        sent, is_drained = gradient.layout.n_elements() * axis_size(self.axis_name), bool(gradient.layout.sizes)
+        metrics = ExchangeMetrics.of(ok, sent, drained=is_drained)
+
+        def vary(node: PyTree) -> PyTree:  # as rows do that `average` has computed
+            return to_varying(node, node.axes) if is_per_worker(node) else node
+
+        memory = jax.tree.map(vary, state.memory, is_leaf=is_per_worker)
+        return Exchanged(zeros_unless(ok, means), gradient.residual, metrics), memory
 
     def pack(self, gradient: Gradient, step: jax.Array, worker: jax.Array | int) -> Packed:
         """Writes one worker's gradient, plus its residual, as words. Needs no axis of workers.
@@ -333,10 +353,12 @@ class Exchange:
         remedy = self.pack_remedy
         if self.where is not None and remedy is None:
             remedy = "Leave where= out: all parameters travel"
+        if self.start and remedy is None:
+            remedy = "Leave start= out: every payload has as many words"
         if remedy is not None:
             raise ValueError(
                 f"exchange must pack a worker's gradient without another worker's answer; got {self.name} with "
-                f"collective={getattr(self, 'collective', None)!r}, where={self.where!r}. {remedy}."
+                f"collective={getattr(self, 'collective', None)!r}, where={self.where!r}, start={self.start}. {remedy}."
             )
 
     def global_model(self, state: ExchangeState, like: PyTree) -> PyTree:
@@ -425,7 +447,7 @@ class Exchange:
         """Does `init` for the leaves that `where` chooses."""
         layout = self.plan(params)
         residual = PerWorker(jnp.zeros((1, layout.n), self.residual_dtype), self.axes) if self.keeps_residual else None
-        return self.first_state(self.start(params, layout), residual)
+        return self.first_state(self.first_memory(params, layout), residual)
 
     def first_state(self, memory: PyTree = (), residual: PerWorker | None = None) -> ExchangeState:
         """Returns the state before the first step."""
@@ -494,7 +516,12 @@ class Exchange:
         leaves, treedef = jax.tree.flatten(updates)
         param_leaves = None if params is None else jax.tree.leaves(params)
         row = None if state.residual is None else own_row(state.residual, layout.n).astype(jnp.float32)
-        out, memory = self.average(Gradient(layout, leaves, param_leaves, row), state)
+        gradient = Gradient(layout, leaves, param_leaves, row)
+        if self.start:
+            ways = (functools.partial(way, gradient, state) for way in (self.average_densely, self.average))
+            out, memory = lax.cond(state.step < self.start, *ways)
+        else:
+            out, memory = self.average(gradient, state)
         residual = None if out.residual is None else self.per_worker(self._kept(out.residual, state.step))
         new = state.replace(metrics=out.metrics, step=state.step + 1, residual=residual, memory=memory)
         return treedef.unflatten(out.means), new

@@ -101,7 +101,7 @@ class DctDp(SparseExchange):
     def pack_remedy(self) -> str | None:
         return "Take topk: thresholds of other rounds are no help where each round selects anew"
 
-    def start(self, params: Params, layout: Layout) -> Thresholds:
+    def first_memory(self, params: Params, layout: Layout) -> Thresholds:
         threshold = self.per_worker(jnp.zeros((1, len(layout.sizes)), jnp.float32))
         return Thresholds(jnp.asarray(True), threshold)
 

@@ -52,7 +52,7 @@ class Dgc(MomentumCorrection, SparseExchange):
     def pack_remedy(self) -> str | None:
         return "Take topk: the momentum belongs to the local optimizer"
 
-    def start(self, params: Params, layout: Layout) -> PerWorker:
+    def first_memory(self, params: Params, layout: Layout) -> PerWorker:
         return self.zero_velocity(layout)
 
     def average(self, gradient: Gradient, state: ExchangeState) -> tuple[Exchanged, PerWorker]:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jaxcomm.checks import Rule
 from jaxcomm.collectives import axis_size, dense_mean
-from jaxcomm.exchange import Exchanged, ExchangeState, Gradient, transformation, zeros_unless
+from jaxcomm.exchange import Exchanged, ExchangeState, Gradient, keep_unless, transformation, zeros_unless
 from jaxcomm.kernels.numerics import is_finite_narrow
 from jaxcomm.layout import Layout
 from jaxcomm.methods.topk import TopK
@@ -47,8 +47,17 @@ class Ef21(TopK):
     def pack_remedy(self) -> str | None:
         return "Take topk: a mean of estimates needs every worker in every round"
 
-    def start(self, params: Params, layout: Layout) -> jax.Array:
+    def first_memory(self, params: Params, layout: Layout) -> jax.Array:
         return jnp.zeros(layout.n, jnp.float32)
+
+    def average_densely(self, gradient: Gradient, state: ExchangeState) -> tuple[Exchanged, jax.Array]:
+        """Averages the gradient densely; each worker's then is the estimate to begin with."""
+        layout, vector = gradient.layout, gradient.vector()
+        out, _ = super().average_densely(gradient._replace(leaves=[vector, *gradient.dense]), state)
+        estimate, *dense_means = out.means
+        means = layout.join(layout.as_leaves(layout.unflatten(estimate)), dense_means)
+        residual, estimate = keep_unless(out.ok, (-vector[None], estimate), (gradient.residual, state.memory))
+        return out._replace(means=means, residual=residual), estimate
 
     def average(self, gradient: Gradient, state: ExchangeState) -> tuple[Exchanged, jax.Array]:
         layout, difference = gradient.layout, gradient.accumulated()

@@ -51,6 +51,7 @@ class Hierarchical(Exchange):
     across: str = "slice"
 
     keeps_residual: ClassVar[bool] = False
+    start_remedy: ClassVar[str | None] = "Pass start= to the exchange inside"
     has_positions: ClassVar[bool] = False  # the exchange of the shares has them
 
     def __post_init__(self) -> None:

@@ -117,7 +117,7 @@ class Iwp(MomentumCorrection, SharedExchange):
     def capacity(self, n: int) -> int:
         return min(n, max(1, math.ceil(Fraction(repr(float(self.density))) * n)))
 
-    def start(self, params: Params, layout: Layout) -> SharedMask:
+    def first_memory(self, params: Params, layout: Layout) -> SharedMask:
         return SharedMask(jnp.asarray(True), jnp.zeros(layout.n_words, jnp.uint32), self.zero_velocity(layout))
 
     def resized(self, state: ExchangeState) -> ExchangeState:

@@ -47,6 +47,7 @@ class LocalExchange(Exchange):
     )
 
     keeps_residual: ClassVar[bool] = False
+    start_remedy: ClassVar[str | None] = "Pass start= to the exchange inside"
 
     def check_params(self, params: Params) -> None:
         """Refuses updates without parameters."""

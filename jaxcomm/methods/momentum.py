@@ -11,7 +11,7 @@ Source: Lin et al., "Deep Gradient Compression: Reducing the Communication Bandw
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -63,6 +63,8 @@ class MomentumCorrection(Exchange):
     factor_masking: bool = True
     clip: Annotated[float | None, positive("None does not clip", or_none=True)] = None
     warmup_steps: Annotated[int, count(0, "0 starts with the final sparsity")] = 0
+
+    start_remedy: ClassVar[str | None] = "Pass warmup_steps=, which keeps the momentum"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -49,6 +49,7 @@ class PlumpDp(Exchange):
 
     keeps_residual: ClassVar[bool] = False
     has_positions: ClassVar[bool] = False
+    start_remedy: ClassVar[str | None] = "It is dense in every step"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -118,7 +118,7 @@ class PowerSgd(Exchange):
 
         return plan_layout(tree, dense_below=self.dense_below, capacity=lambda n: n, compress=pays)
 
-    def start(self, params: Params, layout: Layout) -> tuple[jax.Array, ...]:
+    def first_memory(self, params: Params, layout: Layout) -> tuple[jax.Array, ...]:
         return tuple(_first_stacks(_groups(layout), self.rank, self.seed))
 
     def average(self, gradient: Gradient, state: ExchangeState) -> tuple[Exchanged, tuple[jax.Array, ...]]:

@@ -103,6 +103,7 @@ class SlimDp(LocalExchange):
     unsent: Annotated[Unsent, one_of(get_args(Unsent), "'local' is the paper's")] = "local"
     seed: int = 0
 
+    start_remedy: ClassVar[str | None] = "Take local_sgd, whose exchange has it"
     has_positions: ClassVar[bool] = False  # in parts: one vector has all parameters
 
     def __post_init__(self) -> None:
