@@ -18,14 +18,18 @@ first), JAXCOMM_PROCESS_ID and JAXCOMM_NUM_PROCESSES set, or under Slurm.
 
 With --rounds, the hosts are started anew that many times. A row then has the median of the rounds' medians, the least
 and the most of all steps, and the median, least and most of times_faster, which compares with the dense exchange of the
-same round. With --delay, every message between hosts takes longer; with --slow, the last host computes slower.
+same round. A file that is given as --days keeps the rounds of every day, and the table is of all of them. With --delay,
+every message between hosts takes longer; with --slow, the last host computes slower.
 """
 
 import dataclasses
+import itertools
+import json
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -36,12 +40,14 @@ from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
 from benchmarks import harness
-from benchmarks.conditions import machine
+from benchmarks.conditions import LINKS, check_control, machine
 from benchmarks.harness import Control, HostOptions, Row
 from benchmarks.memory_traffic import read_memory_traffic
 from benchmarks.naive import naive_topk
+from benchmarks.netlab import Lab
 from benchmarks.shapes import count, shapes_of
 from jaxcomm.accounting.hlo import read_program
+from train.tables import check_file, write_records
 
 # (sparsity) -> the method; those without a sparsity ignore it.
 METHODS: dict[str, Callable[[float], optax.GradientTransformation]] = {
@@ -98,6 +104,7 @@ class Config(HostOptions):
     sparsity: float = 0.99  # Fraction of coordinates that the sparse methods do not send.
     steps: int = 5  # Timed steps of each method and rate.
     rounds: int = 1  # Runs of all hosts.
+    days: Path | None = None  # File with the rounds of other days, of the same command; these are added to it.
     huge_pages: bool = False  # Let glibc back large arrays with huge pages (GLIBC_TUNABLES), for all methods.
 
 
@@ -113,10 +120,41 @@ def main(config: Config) -> None:
                 f"{config.link('')[2:]}. Leave out --device."
             )
         return _on_devices(config)
+    rounds = earlier_rounds(config)
     env = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} if config.huge_pages else {}
-    rounds = [harness.on_hosts(config.hosts, rates[0], config, env=env) for _ in range(config.rounds)]
+    for _ in range(config.rounds):
+        rounds.append(harness.on_hosts(config.hosts, rates[0], config, env=env))
+        write_records(config.days, [row | {"round": number} for number, rows in enumerate(rounds) for row in rows])
     title = f"Exchange of {size:,} parameters, sparsity {config.sparsity}, {config.hosts} hosts"
     harness.report(config.json, (title, summary(rounds)))
+
+
+def earlier_rounds(config: Config) -> list[list[Row]]:
+    """Returns the rounds that the file of other days has.
+
+    Raises:
+      ValueError: for rounds of other methods, rates or hosts, under another congestion control or on other links.
+    """
+    check_file("--days", config.days)
+    if config.days is None or not config.days.exists():
+        return []
+    rows: list[Row] = json.loads(config.days.read_text())
+    rates, methods = config.rate.split(","), selected_methods(config.method, config.sparsity)
+    with Lab(config.hosts, rates[0], **config.lab(config.hosts)) as lab:
+        conditions = lab.conditions()
+    check_control([*rows, conditions])
+    links = {"hosts": config.hosts, **{name: conditions[name] for name in LINKS}}
+    asked = [{"method": method, "rate": rate, **links} for method in methods for rate in rates]
+    rounds = [list(group) for _, group in itertools.groupby(rows, lambda row: row["round"])]
+    for round_rows in rounds:
+        had = [{name: row[name] for name in asked[0]} for row in round_rows]
+        for row, key in itertools.zip_longest(had, asked):
+            if row != key:
+                raise ValueError(
+                    "--days must be a file of rounds of the same methods, rates, hosts and links; got one with "
+                    f"{row} in the place of {key}. Name another file."
+                )
+    return rounds
 
 
 def _on_devices(config: Config) -> None:
@@ -146,6 +184,8 @@ def summary(rounds: list[list[Row]]) -> list[Row]:
     rounds = [harness.compare(rows, ["rate"], method="plump_dp") for rows in rounds]
     rows = harness.over_rounds(rounds, "bytes_kernel", "compile_s", "ms_refresh", "times_faster")
     for row, repeats in zip(rows, zip(*rounds, strict=True), strict=True):
+        if "day" in row:
+            row["day"] = "/".join(sorted({repeat["day"] for repeat in repeats}))
         ratios = [repeat["times_faster"] for repeat in repeats]
         is_known = None not in ratios
         row |= {

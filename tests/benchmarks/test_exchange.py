@@ -1,7 +1,10 @@
 """The exchange benchmark on two hosts."""
 
+import contextlib
+import dataclasses
 import json
 import os
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +12,7 @@ import numpy as np
 import pytest
 
 import jaxcomm as jc
+from benchmarks import exchange
 from benchmarks.exchange import Config, main, make_usual, summary
 from jaxcomm.planner.alone import without_wire
 from tests.benchmarks.places import CAN_ISOLATE, run
@@ -81,6 +85,42 @@ def test_medians_and_ratios():
     assert [topk[f"ms_{name}"] for name in ("median", "min", "max")] == [45, 19, 101]
     assert [topk[f"times_faster{name}"] for name in ("", "_min", "_max")] == [3, 2, 6]
     assert [row["times_faster"] for row in summary([[row("topk", 9.0)]])] == [None]
+
+
+def test_rounds_of_other_days(tmp_path, monkeypatch):
+    """They are kept, and the table is of all; those of other links or methods are refused before anything is timed."""
+    days, table, timed = tmp_path / "days.json", tmp_path / "table.json", []
+    links = {"delay": "none", "jitter": "none", "shares": "none"}
+
+    def on_hosts(hosts, rate, options, **_):
+        timed.append(rate)
+        lab = {"hosts": hosts, "rate": rate, **links, "control": "cubic", "day": f"2026-11-0{len(timed)}"}
+        fields = {"bytes_kernel": None, "bytes_compiled": 8.0, "compile_s": 1.0, "ms_refresh": None, "machine_ms": 20.0}
+        times = {"plump_dp": 100.0, "topk": 10.0 * len(timed)}
+        spread = ("ms_median", "ms_min", "ms_max")
+        return [{"method": name, **lab, **fields, **dict.fromkeys(spread, ms)} for name, ms in times.items()]
+
+    def lab(control):
+        return lambda *_, **__: contextlib.nullcontext(
+            SimpleNamespace(conditions=lambda: {"control": control, **links})
+        )
+
+    monkeypatch.setattr(exchange.harness, "on_hosts", on_hosts)
+    monkeypatch.setattr(exchange, "Lab", lab("cubic"))
+    config = Config(shapes="1e4", hosts=2, rate="1gbit", method="plump_dp,topk", days=days, json=table)
+    for _ in range(3):
+        main(config)
+    (topk,) = [row for row in json.loads(table.read_text()) if row["method"] == "topk"]
+    assert [topk[f"times_faster{name}"] for name in ("", "_min", "_max")] == [5, 100 / 30, 10]
+    assert topk["day"] == "2026-11-01/2026-11-02/2026-11-03"
+    with pytest.raises(ValueError, match=r"got one with .*'plump_dp'.* in the place of .*'sign'"):
+        main(dataclasses.replace(config, method="sign,topk"))
+    with pytest.raises(ValueError, match=r"got one with None in the place of .*'sign'"):
+        main(dataclasses.replace(config, method="plump_dp,topk,sign"))
+    monkeypatch.setattr(exchange, "Lab", lab("bbr"))
+    with pytest.raises(ValueError, match="got bbr and cubic"):
+        main(config)
+    assert len(timed) == 3
 
 
 def test_a_device_that_is_not_here():
