@@ -35,8 +35,7 @@ from benchmarks.shapes import shapes_of
 from configs import CONFIGS
 from configs.methods import DctDp, LocalSgd, Method, PlumpDp, PowerSgd, QuantDp, RandomK, Sign, TopK
 from jaxcomm.planner.advice import DENSE, candidates
-from jaxcomm.planner.costs import Bench, cost_key, lower_coding, measure_copy
-from jaxcomm.planner.prediction import AS_DENSE
+from jaxcomm.planner.costs import Accuracy, Bench, cost_key, lower_coding, measure_copy
 from train.compare import summarise
 from train.loop import describe
 from train.processes import prepare_jax
@@ -357,18 +356,20 @@ def calibrate(config: Config) -> None:
     print(f"written to {COSTS}")
 
 
-def accuracy() -> dict[str, str]:
-    """Returns what docs/data/compare_fashion.json has about the candidates: points above dense, and their interval."""
+def accuracy() -> dict[str, dict[str, Any]]:
+    """Returns what docs/data/compare_fashion.json has about the candidates: the fields of an `Accuracy`."""
     records = json.loads(ACCURACY.read_text())
-    dense, texts = [100 * run["scores"]["accuracy"] for run in _runs_of(records, PlumpDp())], {"plump_dp": AS_DENSE}
+    dense, known = (
+        [100 * run["scores"]["accuracy"] for run in _runs_of(records, PlumpDp())],
+        dict[str, dict[str, Any]](),
+    )
     for name, method in MEASURED.items():
         runs = _runs_of(records, method)
         row = summarise(runs, dense=dense, margin=0.0)
-        texts[name] = (
-            f"{-row['points_below_dense']:+.2f} points (95%: {-row['below_high']:+.2f} to {-row['below_low']:+.2f}), "
-            f"Fashion-MNIST, {runs[0]['about']['steps']:,} steps, {row['seeds']} seeds"
-        )
-    return texts
+        points = (-row[column] for column in ("points_below_dense", "below_high", "below_low"))
+        on = f"Fashion-MNIST, {runs[0]['about']['steps']:,} steps, {row['seeds']} seeds"
+        known[name] = Accuracy(*(round(number, 2) for number in points), on)._asdict()
+    return known
 
 
 def _runs_of(records: list[dict[str, Any]], method: Method) -> list[dict[str, Any]]:

@@ -346,7 +346,10 @@ def describe(experiment: Experiment, method: Method) -> dict[str, Any]:
     if str(experiment.boundary.value_dtype).startswith("int"):
         fields["boundary.format"] = 2  # runs of before 2026-11-26 had no zero points, and gradients in as few bits
     options = method.options()
-    for name, usual in (("residual_dtype", "float32"), ("exchange", "topk"), ("early", True)):
+    later = {"residual_dtype": "float32", "exchange": "topk", "early": True, "start": 0}
+    if method.name == "plump_dp":
+        later["collective"] = "two_shot"
+    for name, usual in later.items():
         if options.get(name) == usual:
             del options[name]
     about = fields | {"method": method.name} | {f"method.{name}": value for name, value in options.items()}

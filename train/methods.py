@@ -152,7 +152,7 @@ def _optimizer(experiment: Experiment) -> tuple[Links, Links, Links]:
 
 
 def is_rare(method: Method, step: int) -> bool:
-    """Returns whether a step, counted from 1, is known to cost the most: a new core, or a dense warm-up."""
+    """Returns whether a step, counted from 1, is known to cost the most: a new core, or a dense start or warm-up."""
     if isinstance(method, SlimDp):
         return step % (method.p * method.q) == 0
-    return isinstance(method, MomentumCorrection) and step <= method.warmup_steps
+    return step <= (method.warmup_steps if isinstance(method, MomentumCorrection) else method.start)

@@ -345,6 +345,7 @@ def _advice(
         local = compute.beyond(cost * -1)  # at least 0: savings cannot exceed the computing
         step, can_wait = local.seconds + wire.seconds, question.reports[name].steps == 1 and name not in WAYS
         low, at_once = step - math.hypot(local.seconds - local.low, wire.error), cost.seconds + wire.seconds
+        is_exact, accuracy = name == "plump_dp" or name in WAYS, known_accuracy(name)
         if dense_overlaps and name in ALL_DENSE:
             low = min(low, max(compute.low, at_once - wire.error))
         rows.append(
@@ -364,7 +365,8 @@ def _advice(
                 memory=state_bytes(tx, question.params, question.sizes, question.axis_name),
                 faster=dense / step,
                 break_even=break_even(fixed(name), wire, fixed(DENSE), wires[DENSE], link.bits_per_second),
-                accuracy=AS_DENSE if name in WAYS else known_accuracy(name),
+                accuracy=AS_DENSE if is_exact else "-" if accuracy is None else str(accuracy),
+                loss=0.0 if is_exact else accuracy and accuracy.loss,
             )
         )
     rows.sort(key=lambda row: row.step)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from importlib import resources
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -354,9 +354,27 @@ def known_costs() -> dict[str, Any]:
     return json.loads(resources.files("jaxcomm.planner").joinpath("costs.json").read_text())
 
 
-def known_accuracy(method: str) -> str:
-    """Returns what is known about a method's accuracy, and from which table; a dash if nothing is known."""
-    return known_costs()["accuracy"].get(method, "-")
+class Accuracy(NamedTuple):
+    """Points of accuracy above dense that were measured of a method, their 95% interval, and on which data."""
+
+    points: float
+    low: float
+    high: float
+    on: str
+
+    def __str__(self) -> str:
+        return f"{self.points:+.2f} points (95%: {self.low:+.2f} to {self.high:+.2f}), {self.on}"
+
+    @property
+    def loss(self) -> float:
+        """The points that it loses at least: 0 if it cannot be told from dense."""
+        return max(0.0, -self.high)
+
+
+def known_accuracy(method: str) -> Accuracy | None:
+    """Returns what the table has about a method's accuracy."""
+    known = known_costs()["accuracy"].get(method)
+    return known and Accuracy(**known)
 
 
 def cost_key(method: Exchange, workers: int) -> str:

@@ -41,6 +41,7 @@ class Prediction:
         never. If links differ, this is the rate of the slowest, with the others in proportion.
       accuracy: what was measured of its accuracy: points above dense with their 95% interval, and on which data;
         `AS_DENSE` if it computes what dense does; a dash if nothing is known.
+      loss: the points of accuracy that it loses at least, by that interval; None if nothing is known.
     """
 
     method: str
@@ -59,6 +60,7 @@ class Prediction:
     faster: float
     break_even: float
     accuracy: str
+    loss: float | None
 
 
 @dataclass(frozen=True)
@@ -186,18 +188,23 @@ def verdict_of(rows: list[Prediction]) -> tuple[str, str]:
 
 
 def _verdict_of_exchanges(rows: list[Prediction]) -> tuple[str, str]:
+    """Does `verdict_of`: of the methods that may be the fastest, takes one that loses least."""
     dense = min((row for row in rows if row.method in ALL_DENSE), key=lambda row: row.step)
-    best = rows[0]
-    if best.method == dense.method:
+    fastest = rows[0]
+    if fastest.method == dense.method:
         return dense.method, f"keep dense: {dense.method}. No compressor is predicted to be faster on this link."
-    if dense.step / best.step < _WORTHWHILE or best.step > dense.low:
+    gains = [row for row in rows if dense.step / row.step >= _WORTHWHILE and row.step <= dense.low and row != dense]
+    if not gains:
         return dense.method, (
-            f"keep dense: {dense.method}. The fastest, {best.method}, is predicted to take "
-            f"{best.step / dense.step:.0%} of its step, and the range of dense reaches down to "
+            f"keep dense: {dense.method}. The fastest, {fastest.method}, is predicted to take "
+            f"{fastest.step / dense.step:.0%} of its step, and the range of dense reaches down to "
             f"{dense.low / dense.step:.0%}: too little to gain, or too uncertain."
         )
+    near = [row for row in gains if row.low <= fastest.high]
+    best = min(near, key=lambda row: (math.inf if row.loss is None else row.loss, row.step))
     return best.method, (
         f"{best.method}: {dense.step / best.step:.2f}x faster than {dense.method} (between "
         f"{dense.low / best.high:.2f}x and {dense.high / max(best.low, 1e-9):.2f}x). {_rate_note(best.break_even)}"
         + ("" if best.accuracy in ("-", AS_DENSE) else f" Its accuracy against dense: {best.accuracy}.")
+        + ("" if best == fastest else f" {fastest.method} may be faster, and is known to lose more or not known.")
     )

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks.planner import COMPUTED, COSTS, MEASURED, accuracy, problem, summary
+from benchmarks.planner import COMPUTED, COSTS, MEASURED, Accuracy, accuracy, problem, summary
 from benchmarks.shapes import MODELS, with_biases
 from configs import CONFIGS
 from configs.methods import PlumpDp, TopK
@@ -53,8 +53,9 @@ def test_interval_of_accuracy(tmp_path, monkeypatch):
     monkeypatch.setattr("benchmarks.planner.ACCURACY", tmp_path / "runs.json")
     fields = {"bytes_per_step": 1.0, "dense_bytes": 1.0, "overflow_per_step": 0.0, "skipped": 0, "parameters": 1}
     (tmp_path / "runs.json").write_text(json.dumps([record | fields for record in records]))
-    expected = "-2.00 points (95%: -4.48 to +0.48), Fashion-MNIST, 2,000 steps, 3 seeds"
-    assert accuracy() == {"plump_dp": "as dense", **dict.fromkeys(MEASURED, expected)}
+    expected = {"points": -2.0, "low": -4.48, "high": 0.48, "on": "Fashion-MNIST, 2,000 steps, 3 seeds"}
+    assert accuracy() == dict.fromkeys(MEASURED, expected)
+    assert str(Accuracy(**expected)) == "-2.00 points (95%: -4.48 to +0.48), Fashion-MNIST, 2,000 steps, 3 seeds"
 
 
 @pytest.mark.parametrize("shapes", ["mlp", "1000", "twin"])

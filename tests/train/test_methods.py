@@ -307,6 +307,7 @@ def test_bad_thresholds(options, message):
         (SlimDp(p=2, q=2), [4, 8]),
         (Dgc(warmup_steps=2), [1, 2]),
         (Iwp(warmup_steps=1), [1]),
+        (TopK(start=3), [1, 2, 3]),
         (Dgc(), []),
         (DctDp(), []),
         (LocalSgd(steps=2), []),
@@ -326,11 +327,14 @@ def test_no_momentum_no_copy():
 def test_new_fields_in_records():
     """So that runs and checkpoints from before go on."""
     before = describe(EXPERIMENT, TopK())
-    assert not {"pipeline_schedule", "method.residual_dtype", "delay", "fsdp"} & set(before)
+    new = {"pipeline_schedule", "delay", "fsdp", *(f"method.{name}" for name in ("residual_dtype", "start"))}
+    assert not new & set(before)
+    assert "method.collective" not in describe(EXPERIMENT, PlumpDp())
+    assert describe(EXPERIMENT, QuantDp(collective="two_shot"))["method.collective"] == "two_shot"
     variant = dataclasses.replace(EXPERIMENT, pipeline_schedule="1f1b", delay=1, fsdp=2)
-    after = describe(variant, TopK(residual_dtype="bfloat16"))
-    fields = {"pipeline_schedule": "1f1b", "delay": 1, "fsdp": 2, "method.residual_dtype": "bfloat16"}
-    assert after == before | fields
+    after = describe(variant, TopK(residual_dtype="bfloat16", start=5))
+    fields = {"pipeline_schedule": "1f1b", "delay": 1, "fsdp": 2}
+    assert after == before | fields | {"method.residual_dtype": "bfloat16", "method.start": 5}
 
 
 def test_records_of_few_bits():

@@ -30,7 +30,7 @@ TABLE = {
         "plump_dp/float16": {"fixed": 9.0, "a_worker": 0.5},  # never the fastest
         "topk/bfloat16": {"fixed": 10.0, "a_worker": 1.0},
     },
-    "accuracy": {"topk": "as good as dense, by a table"},
+    "accuracy": {"topk": {"points": -1.0, "low": -1.5, "high": -0.5, "on": "a table"}},
 }
 
 
@@ -74,7 +74,7 @@ def test_rapid_by_hand(table):
     assert not topk.measured
     assert topk.low < topk.step < topk.high
     assert topk.memory > 4 * N
-    assert topk.accuracy == TABLE["accuracy"]["topk"]
+    assert (topk.accuracy, topk.loss) == ("-1.00 points (95%: -1.50 to -0.50), a table", 0.5)
     assert narrow.accuracy == "-"
     assert advice.best == "topk"
     assert [row.step for row in advice.predictions] == sorted(row.step for row in advice.predictions)
@@ -113,7 +113,7 @@ def test_too_little_to_gain(table):
     assert (slow.best, fast.keeps_dense) == ("topk", True)
     text = str(slow)
     assert "verdict: topk: " in text
-    assert text.endswith(". Its accuracy against dense: as good as dense, by a table.")
+    assert text.endswith(". Its accuracy against dense: -1.00 points (95%: -1.50 to -0.50), a table.")
     assert "~ from the table of costs" in text
     record = json.loads(slow.json())
     assert record["best"] == "topk"
@@ -127,6 +127,28 @@ def test_uncertain_gains(table, low, keeps_dense):
     assert min(row.step for row in slower) > 1.5 * best.step
     rows = [best, *(dataclasses.replace(row, low=low * best.step) for row in slower)]
     assert _verdict_of_exchanges(rows)[1].startswith("keep dense") == keeps_dense
+
+
+def test_the_one_that_loses_least(table):
+    """Of the methods whose range reaches the fastest's; one of which nothing is known comes last, dense never."""
+    fastest, *slower = rapid(1e6).predictions
+    wide = dataclasses.replace(fastest, step=1.0, low=0.9, high=1.2, loss=0.5)
+    dense = [dataclasses.replace(row, step=9.0 + place, low=8.0) for place, row in enumerate(slower)]
+
+    def best(**losses):
+        rivals = [dataclasses.replace(wide, method=name, loss=loss, step=1.1) for name, loss in losses.items()]
+        return _verdict_of_exchanges([wide, *rivals, *dense])[0]
+
+    assert best() == best(b=0.6) == best(b=None) == best(b=0.5) == "topk"
+    assert best(b=0.4) == best(b=0.4, c=0.45) == "b"
+    far = dataclasses.replace(wide, method="far", step=2.0, low=1.3, loss=0.0)
+    assert _verdict_of_exchanges([wide, far, *dense])[0] == "topk"
+    near = dataclasses.replace(far, low=1.1)
+    verdict = _verdict_of_exchanges([wide, near, *dense])
+    assert verdict[0] == "far"
+    assert "topk may be faster" in verdict[1]
+    hardly = [dataclasses.replace(row, step=2.05, low=1.95) for row in dense]  # dense takes 1.02 times as long as "far"
+    assert _verdict_of_exchanges([wide, near, *hardly])[0] == "topk"
 
 
 def test_an_unknown_cost(table):
