@@ -175,8 +175,7 @@ class SparseSum:
                 return lax.scan(lambda total, payload: add(total, self.decode(payload)), zeros, gathered)[0]
 
             def decoded_at_once(zeros: jax.Array) -> jax.Array:  # in as few kernels of a GPU as one payload takes
-                positions = lax.optimization_barrier(jax.vmap(self.indices.decode)(gathered))  # else once a payload
-                return lax.scan(add, zeros, (positions, values), unroll=8)[0]
+                return lax.scan(add, zeros, (jax.vmap(self.indices.decode)(gathered), values), unroll=8)[0]
 
             # A zero that depends on the payloads: else XLA would allocate the sum first, while the gradient is alive.
             zero = jnp.where(ok, jnp.minimum(magnitude, 0.0), 0.0)
