@@ -1,6 +1,7 @@
 """Soak test: random faults hit a run of the trainer on a lab's hosts, and must not change its result.
 
     python -m benchmarks.faults --minutes 30 --mtbf 120 --seed 1
+    python -m benchmarks.faults --minutes 30 --mtbf 120 --seed 1 --slow 3 --delay 20ms   # unequal workers, far apart
 
 While `python -m train --restarts` runs, hosts' processes are killed, stopped, slowed down or cut off, and the newest
 checkpoint is damaged, at random times of a seeded generator. When the time is over, SIGTERM stops the run. Then an
@@ -25,6 +26,8 @@ from typing import Any
 
 import tyro
 
+from benchmarks.conditions import heading
+from benchmarks.harness import HostOptions
 from benchmarks.netlab import Lab
 
 METHOD = ("method:dct-dp", "--method.sparsity", "0.9")
@@ -34,7 +37,7 @@ KINDS = ("kill", "stop", "slow", "cut", "damage")
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(HostOptions):
     """Test a run with --restarts under random faults: same result as without, its goodput, and no leaks."""
 
     minutes: float = 30.0
@@ -49,8 +52,6 @@ class Config:
     """The trainer's --peer-timeout."""
     checkpoint_every: int = 100
     """Steps between checkpoints."""
-    json: Path | None = None
-    """File for the faults and the summary, as a list of records."""
 
 
 @dataclass(frozen=True)
@@ -344,7 +345,9 @@ def main(argv: Sequence[str]) -> int:
                 )
         if config.hosts < 2:
             raise ValueError(f"--hosts must be at least 2, since a run that survives has others; got {config.hosts}.")
-        with tempfile.TemporaryDirectory(prefix="jaxcomm-faults-") as folder, Lab(config.hosts, None) as lab:
+        options = config.lab(config.hosts)
+        with tempfile.TemporaryDirectory(prefix="jaxcomm-faults-") as folder, Lab(config.hosts, None, **options) as lab:
+            conditions = lab.conditions()
             faults, summary = soak(lab, config, Path(folder), lambda line: print(line, flush=True))
     except (ValueError, OSError) as error:
         print(f"faults: {error}", file=sys.stderr)
@@ -354,8 +357,9 @@ def main(argv: Sequence[str]) -> int:
         return 1
     if faults:
         print_table(f"Faults, seed {config.seed}", [asdict(fault) for fault in faults])
-    print_table("The run", [{"what": name, "value": value} for name, value in summary.items()])
-    write_records(config.json, [*map(asdict, faults), summary])
+    rows = [{"what": name, "value": value} for name, value in summary.items()]
+    print_table(heading("The run", [conditions]), rows)
+    write_records(config.json, [row | conditions for row in (*map(asdict, faults), summary)])
     return 1 if summary["arrays_that_differ"] or _leaks(summary) else 0
 
 

@@ -3,7 +3,7 @@
     python -m benchmarks.rounds --json docs/data/rounds.json
 
 Host 0 has an S3 server (moto's, from `pip install 'moto[server]'`). Hosts 1 to 4 have a worker each, on links of --rate
-with --latency added by a relay, and train a network on scikit-learn's digits by `jaxcomm.rounds`: once undisturbed, and
+with --delay in each direction, and train a network on scikit-learn's digits by `jaxcomm.rounds`: once undisturbed, and
 once with worker b 3 times slower, c killed and started again, and d joining in the middle. A local step is computed and
 then waits until its --step seconds are over, so that workers that share this machine's cores do not slow each other
 down. As root, hosts are network namespaces; the lab refuses to run without.
@@ -34,11 +34,12 @@ from sklearn.datasets import load_digits
 
 import jaxcomm as jc
 from benchmarks import harness
+from benchmarks.conditions import heading
 from benchmarks.netlab import ADDRESSES, Lab
-from benchmarks.relay import Relay
 from benchmarks.trace import received_bytes, transmitted_bytes
+from train.tables import print_table, write_records
 
-NAMES, PORT, RELAY = "abcd", 5000, 9000
+NAMES, PORT = "abcd", 5000
 FOLDER, WORKER = "JAXCOMM_BENCHMARK_FOLDER", "JAXCOMM_BENCHMARK_WORKER"  # set in a host's process
 TRAINED, ROWS, HIDDEN = 1400, 32, 1024
 
@@ -48,7 +49,7 @@ class Config:
     """Train with workers that come and go, and without."""
 
     rate: str = "100mbit"  # Rate of every worker's link.
-    latency: float = 0.05  # Seconds that the relay adds to a round trip.
+    delay: str = "25ms"  # What the lab adds in each direction.
     step: float = 0.1  # Seconds of a local step.
     rounds: int = 40  # Rounds of a run.
     steps: int = 10  # Local steps of a round.
@@ -133,17 +134,15 @@ def serve(config: Config, folder: Path) -> None:
             server.kill()
 
 
-def supervise(folder: Path, name: str, command: Sequence[str], latency: float, seconds: float | None) -> None:
+def supervise(folder: Path, name: str, command: Sequence[str], seconds: float | None) -> None:
     """Starts a worker, and kills it and starts it again where that is the fault.
 
     Args:
       folder: of the run, where the workers write when they begin.
       name: the worker's.
-      command: it is run with the name in JAXCOMM_BENCHMARK_WORKER, and finds host 0's server at 127.0.0.1:RELAY.
-      latency: seconds that the relay adds to a round trip.
+      command: it is run with the name in JAXCOMM_BENCHMARK_WORKER.
       seconds: of the undisturbed run's local steps, from which the times of the faults follow; None without faults.
     """
-    Relay(f"{ADDRESSES[0]}:{PORT}", RELAY, latency / 2)
     while not (folder / "serves").exists():
         time.sleep(0.1)
 
@@ -195,7 +194,7 @@ def work(config: Config, folder: Path, name: str) -> None:
     before = received_bytes(interface), transmitted_bytes(interface)
     options = {"steps": config.steps, "overlap": config.overlap, "total": config.rounds, "quorum": 2, "every": 10}
     options |= {"exchange": exchange(), "outer": optax.sgd(1.0), "local": optimizer.init(params), "worker": name}
-    worker = jc.rounds(store(RELAY), step, params, **options)
+    worker = jc.rounds(store(PORT, ADDRESSES[0]), step, params, **options)
     begun, joined, taken, held = time.time(), worker.round, 0, []
     (folder / f"begun-{name}{'-again' if (folder / f'begun-{name}').exists() else ''}").write_text(str(begun))
     while not worker.done:
@@ -228,10 +227,14 @@ def batches(name: str) -> Iterator[dict[str, np.ndarray]]:
 
 def run_lab(config: Config, kind: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Runs all hosts once; returns a row for each worker, and what the run was."""
-    with tempfile.TemporaryDirectory() as folder, Lab(1 + len(NAMES), f"none/{config.rate}") as lab:
+    rates = f"none/{config.rate}"
+    with tempfile.TemporaryDirectory() as folder, Lab(1 + len(NAMES), rates, delay=config.delay) as lab:
         if not lab.isolated:
             raise ValueError("The lab must be run as root, for links of its own; got loopback alone.")
-        command = [sys.executable, "-m", "benchmarks.rounds", *sys.argv[1:], "--kind", kind]
+        command, conditions = (
+            [sys.executable, "-m", "benchmarks.rounds", *sys.argv[1:], "--kind", kind],
+            lab.conditions(),
+        )
         results = lab.run(command, env={FOLDER: folder, "JAX_NUM_CPU_DEVICES": "1"}, timeout=540)
         if failed := [result for result in results if result.returncode]:
             raise SystemExit("\n".join(f"host {result.host} failed: {result.stderr[-2000:]}" for result in failed))
@@ -251,7 +254,8 @@ def run_lab(config: Config, kind: str) -> tuple[list[dict[str, Any]], dict[str, 
         row |= {"run": kind, "rounds": len(members), "seconds": alive}
         row["goodput"] = sum(member["rows"] for member in members) / ROWS * usual / alive
         row["bytes_overhead"] = row["bytes_kernel"] / row["received"] - 1
-    return rows, {"kind": kind, "seconds": end - min(first.values()), "outage": outage, "killed": killed}
+    facts = {"kind": kind, "seconds": end - min(first.values()), "outage": outage, "killed": killed}
+    return [row | conditions for row in rows], facts
 
 
 def one_program(config: Config, seconds: float, outage: float, startup: float, kind: str) -> dict[str, Any]:
@@ -284,16 +288,15 @@ def main(config: Config) -> None:
         else:
             command = [sys.executable, "-m", "benchmarks.rounds", *sys.argv[1:]]
             seconds = config.rounds * config.steps * config.step if config.kind == "faults" else None
-            supervise(Path(folder), NAMES[index - 1], command, config.latency, seconds)
+            supervise(Path(folder), NAMES[index - 1], command, seconds)
         return
     table: list[dict[str, Any]] = []
     for kind in ("undisturbed", "faults"):
         rows, facts = run_lab(config, kind)
         startup = facts["outage"] - 0.1 * config.rounds * config.steps * config.step  # of a worker that begins again
         table += [*rows, one_program(config, facts["seconds"], facts["outage"], startup, kind)]
-    harness.report(config.json, ("", [{key: row.get(key) for key in SHOWN} for row in table]))
-    if config.json is not None:
-        config.json.write_text(json.dumps(table, indent=2) + "\n")
+    print_table(heading("", table), [{key: row.get(key) for key in SHOWN} for row in table])
+    write_records(config.json, table)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,7 @@ Host 0 has torchft's lighthouse. Hosts 1 to 4 have a worker each, with the model
 "faults" with a third of the local steps a round for the slow worker, as one who knows of it can set it by hand.
 
 Settings are torchft's defaults, but for a quorum of 2 and an outer SGD of 1.0, as in `benchmarks.rounds`. Gloo's
-all-reduce is dense float32 (torchft quantizes on GPUs alone). The relay adds latency between worker and lighthouse;
-between workers, where Gloo chooses the ports, there is none, in torchft's favour.
+all-reduce is dense float32 (torchft quantizes on GPUs alone).
 """
 
 import hashlib
@@ -27,7 +26,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks import harness, rounds
+from benchmarks.conditions import heading
 from benchmarks.netlab import ADDRESSES, Lab
+from train.tables import print_table, write_records
 
 KINDS = ("undisturbed", "faults", "tuned")
 SHOWN = ("run", "worker", "rounds", "healed", "failed", "seconds", "goodput", "loss", "accuracy", "bytes_kernel")
@@ -39,7 +40,7 @@ class Config:
 
     torch: Path | None = None  # The Python interpreter of an environment that has torchft.
     rate: str = "100mbit"  # Rate of every worker's link.
-    latency: float = 0.05  # Seconds that the relay adds to a round trip to the lighthouse.
+    delay: str = "25ms"  # What the lab adds in each direction.
     step: float = 0.1  # Seconds of a local step.
     rounds: int = 15  # Rounds of the run of `benchmarks.rounds`; the times of the faults follow from it.
     steps: int = 30  # Local steps of a round.
@@ -102,10 +103,11 @@ def row_of(
 
 def run_lab(config: Config, kind: str, command: Sequence[str]) -> list[dict[str, Any]]:
     """Runs all hosts once; returns a row for each worker."""
-    with tempfile.TemporaryDirectory() as name, Lab(1 + len(rounds.NAMES), f"none/{config.rate}") as lab:
+    rates = f"none/{config.rate}"
+    with tempfile.TemporaryDirectory() as name, Lab(1 + len(rounds.NAMES), rates, delay=config.delay) as lab:
         if not lab.isolated:
             raise ValueError("The lab must be run as root, for links of its own; got loopback alone.")
-        folder = Path(name)
+        folder, conditions = Path(name), lab.conditions()
         write_jobs(config, kind, folder)
         results = lab.run([*command, "--kind", kind], env={rounds.FOLDER: name}, timeout=540)
         if failed := [result for result in results if result.returncode]:
@@ -122,6 +124,7 @@ def run_lab(config: Config, kind: str, command: Sequence[str]) -> list[dict[str,
                 params = dict(file)
             digest = hashlib.sha256(b"".join(params[key].tobytes() for key in sorted(params))).hexdigest()[:32]
             rows[index] |= {
+                **conditions,
                 "run": kind,
                 "steps_of_round": steps,
                 "digest": digest,
@@ -143,16 +146,15 @@ def main(config: Config) -> None:
             serve(config, Path(folder))
             return
         os.environ["TORCHFT_BENCHMARK_ADDRESS"] = ADDRESSES[index]
-        os.environ["TORCHFT_BENCHMARK_LIGHTHOUSE"] = f"127.0.0.1:{rounds.RELAY}"
+        os.environ["TORCHFT_BENCHMARK_LIGHTHOUSE"] = f"{ADDRESSES[0]}:{rounds.PORT}"
         seconds = config.rounds * config.steps * config.step if config.kind != "undisturbed" else None
         command = [str(config.torch), "-m", "benchmarks.peers.torchft_host"]
-        rounds.supervise(Path(folder), rounds.NAMES[index - 1], command, config.latency, seconds)
+        rounds.supervise(Path(folder), rounds.NAMES[index - 1], command, seconds)
         return
     command = [sys.executable, "-m", "benchmarks.peers.torchft_diloco", *sys.argv[1:]]
     table = [row for kind in config.runs.split(",") for row in run_lab(config, kind, command)]
-    harness.report(None, ("", [{key: row.get(key) for key in SHOWN} for row in table]))
-    if config.json is not None:
-        config.json.write_text(json.dumps(table, indent=2) + "\n")
+    print_table(heading("", table), [{key: row.get(key) for key in SHOWN} for row in table])
+    write_records(config.json, table)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ class Network(torch.nn.Module):
         return torch.relu(torch.relu(x @ w0) @ w1) @ w2
 
 
-def main(folder: Path, name: str, address: str, relay: str) -> None:
+def main(folder: Path, name: str, address: str, lighthouse: str) -> None:
     """Trains until the run is over, and writes what this worker did and has."""
     torch.set_num_threads(1)
     # The server of its state tells peers the machine's name, which the hosts of the lab share.
@@ -68,7 +68,7 @@ def main(folder: Path, name: str, address: str, relay: str) -> None:
         world_size=1,
         store_addr=address,
         store_port=store.port,
-        lighthouse_addr=f"http://{relay}",
+        lighthouse_addr=f"http://{lighthouse}",
         replica_id=name,
         hostname=address,
     )

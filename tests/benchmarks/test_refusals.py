@@ -76,6 +76,7 @@ REFUSED = [
     ("density", "--samples 31", "--samples", "got 30, 31"),
     ("density", "--rows 20", "--rows", "20 for 96"),
     ("faults", "--hosts 1", "--hosts", "got 1"),
+    ("faults", "--slow 0", "slow", "got 0"),
     ("faults", "--mtbf nan", "--mtbf", "got nan"),
     ("faults", "--minutes 0", "--minutes", "got 0"),
     ("faults", "--json /", "--json", "got the folder /"),

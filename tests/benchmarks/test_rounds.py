@@ -1,36 +1,11 @@
-"""The lab of workers that come and go, and its relay."""
+"""The lab of workers that come and go."""
 
 import importlib.util
 import json
-import socket
-import threading
-import time
 
 import pytest
 
-from benchmarks.relay import Relay
 from tests.benchmarks.places import CAN_ISOLATE, run
-
-
-def test_a_relay_adds_its_delay_in_each_direction():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def echo():
-            connection, _ = server.accept()
-            with connection:
-                while data := connection.recv(1 << 16):
-                    connection.sendall(data)
-
-        threading.Thread(target=echo, daemon=True).start()
-        relay = Relay(f"127.0.0.1:{server.getsockname()[1]}", 0, 0.05)
-        with socket.create_connection(("127.0.0.1", relay.port)) as client:
-            begun = time.monotonic()
-            client.sendall(b"x" * 300_000)  # at once, and so later by one delay alone
-            data = b""
-            while len(data) < 300_000:
-                data += client.recv(1 << 16)
-            assert 0.1 <= time.monotonic() - begun < 1.0
-        assert data == b"x" * 300_000
 
 
 @pytest.mark.slow
