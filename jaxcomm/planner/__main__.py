@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("problem", metavar="MODULE:FUNCTION", help="returns (loss_fn, params, batch[, optimizer])")
     parser.add_argument("--rate", help="links that are given, not measured: 1gbit; 100mbit/1gbit if worker 0's is slow")
-    parser.add_argument("--latency-ms", type=float, default=0.0, help="of the given link, one way")
+    parser.add_argument("--latency-ms", type=float, help="of a message on the given link; 0 is assumed, and said")
     parser.add_argument("--workers", type=int, help="K; with --rate any number, else all devices")
     parser.add_argument("--compute-ms", type=float, default=0.0, help="of a step without an exchange, with --rate")
     parser.add_argument("--copy-gbyte", type=float, help="GB/s of a copy in memory, with --rate; 10 if not given")
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _advise(args: argparse.Namespace) -> Advice:
-    if args.rate is None and (args.latency_ms or args.compute_ms or args.copy_gbyte is not None):
+    if args.rate is None and (args.latency_ms is not None or args.compute_ms or args.copy_gbyte is not None):
         raise ValueError(
             "--latency-ms, --compute-ms and --copy-gbyte must go with --rate; got none. Pass it, or leave them out."
         )
@@ -69,7 +69,8 @@ def _advise(args: argparse.Namespace) -> Advice:
                 f"--rate must have at most one a worker; got {args.rate} for {args.workers}. Leave some out."
             )
         rate = rates[0] if len(rates) == 1 else rates + rates[-1:] * (args.workers - len(rates))
-        latency, compute = args.latency_ms / 1e3, args.compute_ms / 1e3
+        latency = None if args.latency_ms is None else args.latency_ms / 1e3
+        compute = args.compute_ms / 1e3
         gbyte = 10.0 if args.copy_gbyte is None else args.copy_gbyte
         copy = 1 / (1e9 * gbyte) if gbyte > 0 else math.inf
         return estimate(params, args.workers, rate, latency=latency, compute=compute, copy=copy)

@@ -32,7 +32,17 @@ from jaxcomm.planner.costs import (
 )
 from jaxcomm.planner.dense_layers import WAYS, Layer, LayerCost, layer_cost, layers_of, measure_layers, modelled_layer
 from jaxcomm.planner.links import Links, agreed, given_links, measure_links
-from jaxcomm.planner.prediction import ALL_DENSE, AS_DENSE, CLOSE, DENSE, Advice, Prediction, break_even, verdict_of
+from jaxcomm.planner.prediction import (
+    ALL_DENSE,
+    AS_DENSE,
+    CLOSE,
+    DENSE,
+    Advice,
+    Prediction,
+    break_even,
+    verdict_of,
+    without_latency,
+)
 from jaxcomm.steps.batch import Batch, check_batch, check_global
 from jaxcomm.steps.loss import gradients_of as gradients_fn_of
 from jaxcomm.steps.loss import loss_of
@@ -198,7 +208,7 @@ def estimate(
     workers: int,
     rate: float | str | Sequence[float] | Sequence[Sequence[float]],
     *,
-    latency: float = 0.0,
+    latency: float | None = None,
     compute: float = 0.0,
     copy: float = _TYPICAL_COPY,
     methods: Mapping[str, optax.GradientTransformation] | None = None,
@@ -214,7 +224,8 @@ def estimate(
       workers: K.
       rate: bits a second that each worker receives, or with its unit, "100mbit"; where links differ, one rate for every
         worker, or one from every worker to every other, see `given_links`.
-      latency: seconds from one worker to another.
+      latency: seconds of a message from one worker to another; over Gloo this is a round trip, since the receiver
+        first says that it is ready. With None it is assumed to be 0, and the verdict says so.
       compute: seconds of a step without an exchange; with 0, exchanges alone are compared.
       copy: seconds per byte of a copy in a worker's memory; the default is 10 GB/s.
       methods: as in `advise`; each must be in the table of costs.
@@ -229,7 +240,7 @@ def estimate(
     check_range("compute", compute, "seconds, 0 or more", holds, "0 if not known")
     holds = isinstance(copy, Real) and 0 < copy < math.inf
     check_range("copy", copy, "seconds a byte, above 0", holds, "1e-10 is 10 GB/s")
-    links = given_links(rate, latency)
+    links = given_links(rate, 0.0 if latency is None else latency)
     like = trained_shapes(params)
     question = _make_question(methods, like, dense_layers, (workers,), axis_name, [])
     coding = {name: modelled_coding(tx, like, workers, copy) for name, tx in question.chosen.items()}
@@ -245,7 +256,8 @@ def estimate(
         layer_coding = modelled_layer(layer, compute, n)
         costs_of[layer.way] = costs_of[layer.way].plus(layer_coding)
         costs.append(layer_cost(layer, links, layer_coding))
-    return _advice("rapid", question, links, Cost(compute, compute, compute), costs_of, costs, 0, begin)
+    advice = _advice("rapid", question, links, Cost(compute, compute, compute), costs_of, costs, 0, begin)
+    return advice if latency is not None else without_latency(advice)
 
 
 @dataclass(frozen=True)
@@ -358,6 +370,7 @@ def _advice(
                 high=step + math.hypot(local.high - local.seconds, wire.error),
                 wire=wire.seconds,
                 latency=wire.latency,
+                messages=given_links(1.0, 1.0).wire(question.reports[name]).latency,
                 coding=cost.seconds,
                 measured=cost.measured,
                 every=question.reports[name].steps,

@@ -30,6 +30,7 @@ class Prediction:
       high: the upper end.
       wire: seconds on the wire.
       latency: the part of `wire` that does not depend on the bytes.
+      messages: the messages that follow one another in a step, on average; each takes the latency of a link.
       coding: seconds of selecting, coding and decoding.
       measured: whether `coding` was timed here instead of taken from the table of costs.
       every: steps in which all parameters are exchanged once; 1 except for local methods, which train differently.
@@ -52,6 +53,7 @@ class Prediction:
     high: float
     wire: float
     latency: float
+    messages: float
     coding: float
     measured: bool
     every: int
@@ -79,6 +81,7 @@ class Advice:
       seconds: the time that measuring took.
       predictions: one for every method, the fastest first.
       layers: the costs of the dense layers in question, one for each of the `WAYS` that is possible.
+      latency_assumed: whether the latency was not given, and is assumed to be 0.
       best: the exchange of gradients to use; one of `ALL_DENSE` for "keep dense". Never a local method, as these train
         differently; the verdict mentions one that is faster.
       verdict: the reason, in a few sentences.
@@ -96,6 +99,7 @@ class Advice:
     best: str
     verdict: str
     layers: list[LayerCost] = dataclasses.field(default_factory=list)
+    latency_assumed: bool = False
 
     @property
     def keeps_dense(self) -> bool:
@@ -124,19 +128,20 @@ class Advice:
         memory_text = f"{1e-6 * self.memory:,.1f} MB a worker" if self.memory else "not known"
         lines = [
             f"{took}: K = {self.workers}, {self.parameters:,} parameters ({4e-6 * self.parameters:,.1f} MB of "
-            f"gradient), link {_rate(self.link)} and {1e3 * self.latency:.2f} ms an all-reduce",
+            f"gradient), link {_rate(self.link)} and {1e3 * self.latency:.2f} ms an all-reduce"
+            + (" (assumed)" if self.latency_assumed else ""),
             f"dense in float32: {_ms(self.compute)} computing + {_ms(dense.wire + dense.coding)} exchange = "
             f"{_ms(dense.step)} ms a step; {self.compute / dense.step:.0%} of it computing",
             f"memory of loss and gradient: {memory_text}; beside it each method keeps what the table says",
             "",
-            f"{'method':<28}{'MB/step':>9}{'wire ms':>9}{'coding ms':>11}{'step ms':>9}{'delayed':>9}{'range':>16}"
-            f"{'faster':>8}{'memory MB':>11}{'break-even':>12}  accuracy",
+            f"{'method':<28}{'MB/step':>9}{'messages':>9}{'wire ms':>9}{'coding ms':>11}{'step ms':>9}{'delayed':>9}"
+            f"{'range':>16}{'faster':>8}{'memory MB':>11}{'break-even':>12}  accuracy",
         ]
         for row in self.predictions:
             mark = "" if row.measured else "~"
             lines.append(
-                f"{row.method:<28}{1e-6 * row.bytes:>9.3f}{_ms(row.wire):>9}{mark + _ms(row.coding):>11}"
-                f"{_ms(row.step):>9}{'-' if row.delayed is None else _ms(row.delayed):>9}"
+                f"{row.method:<28}{1e-6 * row.bytes:>9.3f}{row.messages:>9.3g}{_ms(row.wire):>9}"
+                f"{mark + _ms(row.coding):>11}{_ms(row.step):>9}{'-' if row.delayed is None else _ms(row.delayed):>9}"
                 f"{_ms(row.low) + '-' + _ms(row.high):>16}{row.faster:>7.2f}x"
                 f"{1e-6 * row.memory:>11.1f}{_rate(row.break_even):>12}  {row.accuracy}"
             )
@@ -173,6 +178,14 @@ def _rate_note(bits: float) -> str:
     if not math.isfinite(bits):
         return "It is on any link."
     return f"Above {_rate(bits)} a worker, dense in bfloat16 is as fast."
+
+
+def without_latency(advice: Advice) -> Advice:
+    """Returns an advice whose verdict says that no latency was given, and what one would cost."""
+    best, dense = advice[advice.best], advice[DENSE]
+    costs = " and ".join(f"{row.method} {row.messages:.3g} ms" for row in (best, dense)[: 1 if best == dense else 2])
+    note = f"The latency was not given, and is assumed to be 0: a step takes {costs} longer for every ms of it."
+    return dataclasses.replace(advice, verdict=f"{advice.verdict} {note}", latency_assumed=True)
 
 
 def verdict_of(rows: list[Prediction]) -> tuple[str, str]:

@@ -41,6 +41,7 @@ def table(monkeypatch):
 
 
 def rapid(rate, methods=None, **options):
+    options = {"latency": 0.0, **options}
     return estimate(PARAMS, K, rate, copy=COPY, methods=methods or {"topk": jc.topk(0.99)}, **options)
 
 
@@ -78,6 +79,25 @@ def test_rapid_by_hand(table):
     assert narrow.accuracy == "-"
     assert advice.best == "topk"
     assert [row.step for row in advice.predictions] == sorted(row.step for row in advice.predictions)
+
+
+def test_a_latency_that_is_not_given_is_said(table):
+    """By the rings of 4 workers, dense sends 2 * 3 messages one after another, and topk 3."""
+    silent, said = rapid(1e8), rapid(1e8, latency=None)
+    assert [(row.method, row.step) for row in said.predictions] == [
+        (row.method, row.step) for row in silent.predictions
+    ]
+    assert (said["plump_dp"].messages, said["topk"].messages) == (6, 3)
+    assert (silent.latency_assumed, said.latency_assumed) == (False, True)
+    assert "latency" not in silent.verdict
+    narrow = said["plump_dp(bfloat16)"].messages
+    assert f"assumed to be 0: a step takes topk 3 ms and plump_dp(bfloat16) {narrow:g} ms longer" in said.verdict
+    assert "(assumed)" in str(said)
+    assert "(assumed)" not in str(silent)
+    seconds = [rapid(1e8, latency=latency)["topk"].step for latency in (0.0, 0.05)]
+    assert seconds[1] - seconds[0] == pytest.approx(3 * 0.05)
+    kept = rapid(1e12, latency=None).verdict
+    assert "a step takes plump_dp 6 ms and plump_dp(bfloat16) 4 ms longer for every ms" in kept
 
 
 def test_dense_may_overlap():
