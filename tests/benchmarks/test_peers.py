@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import rounds
 from benchmarks.peers import torchft_diloco
-from benchmarks.peers.__main__ import Config, check, draw, seconds_to, segments_of, summary
+from benchmarks.peers.__main__ import Config, check, draw, main, seconds_to, segments_of, summary
 from benchmarks.peers.job import Job, accuracy, initial_weights
 
 
@@ -144,6 +144,30 @@ def test_refusals(tmp_path):
 
 def segment(seconds, accuracy, steps=10, loss=1.0, received=5000.0):
     return {"steps": steps, "seconds": seconds, "loss": loss, "received": received, "accuracy": accuracy}
+
+
+def test_records_of_another_congestion_control(tmp_path, monkeypatch, capsys):
+    """What is there is used; what is missing is run, and refused if the lab has another control than the records."""
+    path, control = tmp_path / "peers.json", []
+
+    def run(*_):
+        segment = {"seconds": 1.0, "steps": 10, "received": None, "loss": 1.0}
+        return {**control[0], "segments": [segment, segment], "aborts": 0}
+
+    monkeypatch.setattr("benchmarks.peers.__main__.run", run)
+    options = {"rounds": 1, "steps": 11, "json": path}
+    for about, methods in (({}, "jaxcomm:dense"), ({"control": "bbr"}, "jaxcomm:dense")):
+        control[:] = [about]
+        main(Config(methods=methods, **options))
+    assert "1gbit" in capsys.readouterr().out
+    before = path.read_text()
+    with pytest.raises(ValueError, match="one congestion control; got bbr and unknown"):
+        main(Config(methods="jaxcomm:dense,jaxcomm:topk", **options))
+    assert path.read_text() == before
+    main(Config(methods="jaxcomm:dense,jaxcomm:topk", delay="50ms", **options))  # of other links, and so other records
+    out = capsys.readouterr().out
+    assert "1gbit, delay 50ms" in out
+    assert "control bbr" in out
 
 
 def test_ratios_and_missed_targets():

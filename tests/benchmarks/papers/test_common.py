@@ -40,6 +40,17 @@ def test_recorded_methods(monkeypatch, tmp_path):
     assert [command[command.index("--method") + 1] for command in commands] == ["topk,sign", "slim_dp"]
 
 
+def test_exchanges_of_another_congestion_control(monkeypatch):
+    records, options = Records(None), {"shapes": "1e4", "hosts": 4, "rate": "1gbit", "steps": 3}
+    for method, control in (("topk", {}), ("sign", {"control": "cubic"})):
+        monkeypatch.setattr(timing, "run_benchmark", lambda *_, row={"method": method, **control}: [row])
+        if not control:
+            timing.time_exchanges(records, methods=["topk"], **options)
+    with pytest.raises(ValueError, match="got cubic and unknown"):
+        timing.time_exchanges(records, methods=["topk", "sign"], **options)
+    assert timing.time_exchanges(records, methods=["sign"], **options) == {"sign": records.find({"method": "sign"})}
+
+
 def test_a_table_whose_inputs_changed(monkeypatch, tmp_path):
     """As the planner's costs, of which the plans of `placement` are made; records of before do not say."""
     tables, costs = [], tmp_path / "costs.json"
