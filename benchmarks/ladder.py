@@ -1,0 +1,480 @@
+"""A ladder of GPTs: does what compression costs shrink as the model grows?
+
+    python -m benchmarks.ladder --data-dir FOLDER --json docs/data/ladder.json --hours 8
+
+Width alone grows. Every model is trained once over 20 bytes of the text for each parameter outside of tables and
+logits, by every method with five learning rates, which `benchmarks.mup` carries from width to width, and two seeds. A
+method is judged by the rate with the least mean loss; the dense baselines have as many trials as the others. On the
+last rung methods are trained at the best rate of the rung before, with three seeds.
+
+What --json has is not trained again, and every run is written as it ends, so the ladder may be climbed over many days:
+rung by rung, dense first. A baseline whose seeds end more than 0.02 nats apart is refused, as it would hide what is
+compared with it. Before the last rung, its losses and gaps are predicted from the others (`benchmarks.power_law`), and
+the command ends. It goes on once the prediction is committed.
+
+Time at --rate is computed: the bytes that a worker receives at that rate, and a step of one worker on its rows, which
+is timed on this machine without the others.
+"""
+
+import json
+import math
+import statistics
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import gpt, harness
+from benchmarks.mup import Optimizer, Text, Trainer, body_size
+from benchmarks.papers.report import Difference, draw
+from benchmarks.power_law import PowerLaw, draws, interval
+from configs import CONFIGS
+from configs.methods import Demo, LocalSgd, Method, QuantDp, SparseLoco
+from jaxcomm.planner.links import bits_per_second
+from train.data import dataset_info
+from train.data.datasets import open_split
+from train.processes import prepare_jax
+from train.records import Record, Records
+from train.seeds import label
+from train.tables import format_cell, print_table
+
+METHODS: dict[str, Method] = {
+    **{name: gpt.METHODS[name] for name in ("dense", "muon", "powersgd", "topk", "dct_dp")},
+    "demo": Demo(k=32),
+    "quant_dp": QuantDp(bits=8),
+    "local_sgd": LocalSgd(steps=30),
+    "sparse_loco": SparseLoco(steps=30),
+    "muloco": LocalSgd(steps=30),
+}
+OPTIMIZERS: dict[str, Optimizer] = {"muon": "muon", "muloco": "muon", "demo": "sign"}  # the others use Adam
+BASELINES = ("dense", "muon")  # muloco is compared with muon, the others with dense
+NOISE = 0.02  # nats between the seeds of a baseline, at most
+LABELS = {
+    "dense": "dense, Adam",
+    "muon": "dense, Muon",
+    "powersgd": "`powersgd(4)`",
+    "topk": "`topk(0.99)`",
+    "dct_dp": "`dct_dp(0.99)`, `life_span` of 100",
+    "demo": "`demo(32)`",
+    "quant_dp": "`quant_dp(8)`",
+    "local_sgd": "DiLoCo: `local_sgd(30)`",
+    "sparse_loco": "`sparse_loco(30)`",
+    "muloco": "MuLoCo: `local_sgd(30)` after Muon",
+}
+MARKS = ("<!-- records -->", "<!-- end of records -->")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Train a ladder of GPTs by every method, and predict the last rung from the others."""
+
+    experiment: str = "gpt_linux"  # The text: gpt_linux, which you prepare, or gpt_stdlib.
+    widths: str = "48,64,96,128"  # Features of a token, of every rung, separated by commas.
+    layers: int = 4  # Layers of every model.
+    bytes_per_parameter: float = 20  # Bytes to train on for each parameter outside of tables and logits.
+    rates: str = "0.002,0.004,0.008,0.016,0.032"
+    """Peaks of the learning rate at 48 features, separated by commas: it rises over a part of the steps, then falls by
+    a cosine."""
+    warm_up: float = 0.1  # The part of the steps in which the learning rate rises.
+    batch: int = 16  # Rows per step, over all workers.
+    workers: int = 4  # Simulated workers.
+    evaluations: int = 6  # Evaluations on the test split in a run.
+    seeds: int = 2  # Runs of each method and rate, with the seeds 0, 1, ...
+    last_seeds: int = 3  # Runs of each method on the last rung.
+    timed_steps: int = 20  # Timed steps of one worker.
+    rate: str = "100mbit"  # Speed of the links, for the seconds.
+    hours: float = math.inf  # No run starts after so many hours.
+    json: Path | None = None  # File for the records; those that it has are not made again.
+    committed: Path | None = None  # File whose last commit must hold the prediction; that of --json if not given.
+    page: Path | None = None  # Page whose tables, between its marks, are written from the records.
+    figure: Path | None = None  # File for the curves, as PNG.
+    data_dir: Path | None = None  # Folder of prepared datasets.
+
+
+def main(config: Config) -> None:
+    """Trains what is missing, prints the tables, and writes the page and the figure."""
+    check(config)
+    prepare_jax()
+    ladder = Ladder(config, Records(config.json), settings(config))
+    try:
+        print(ladder.climb())
+    finally:
+        tables = ladder.tables()
+        for title, rows in tables.items():
+            print_table(title, rows)
+        if config.page is not None:
+            write_tables(config.page, tables)
+        if config.figure is not None:
+            ladder.draw(config.figure)
+
+
+def check(config: Config) -> None:
+    """Raises ValueError for options that cannot work."""
+    if config.experiment not in ("gpt_linux", "gpt_stdlib"):
+        raise ValueError(f"--experiment must be gpt_linux or gpt_stdlib; got {config.experiment!r}.")
+    harness.check_least(config, 1, "layers", "batch", "workers", "evaluations", "timed_steps")
+    harness.check_least(config, 2, "seeds", "last_seeds")
+    harness.check_least(config, 0, "hours")
+    widths = harness.numbers("--widths", config.widths, least=1)
+    if len(widths) < 4 or widths != sorted(set(widths)):
+        raise ValueError(
+            f"--widths must rise, and be at least 4: three to predict from, and the last; got {config.widths}. Give "
+            f"{Config.widths}, say."
+        )
+    harness.numbers("--rates", config.rates, float, 0)
+    harness.check_run(config.rate, config.timed_steps, one=True)
+    if not 0 <= config.warm_up < 1:
+        raise ValueError(f"--warm-up must be a part of the steps, from 0 to 1; got {config.warm_up}. Give 0.1, say.")
+    if config.page is not None and not all(mark in config.page.read_text() for mark in MARKS):
+        raise ValueError(f"--page must have the lines {MARKS[0]} and {MARKS[1]}; got {config.page} without. Add them.")
+    if config.batch % config.workers:
+        raise ValueError(f"--batch must be a multiple of --workers; got {config.batch} for {config.workers}.")
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A model of the ladder: its width, its parameters outside of tables and logits, and the steps of a run."""
+
+    width: int
+    size: int
+    steps: int
+
+
+def rungs_of(config: Config, length: int) -> list[Rung]:
+    """Returns the models, for rows of `length` bytes."""
+    rungs = []
+    for width in harness.numbers("--widths", config.widths):
+        size = body_size(config.layers, width)
+        rungs.append(Rung(width, size, round(config.bytes_per_parameter * size / (length * config.batch))))
+    return rungs
+
+
+def settings(config: Config) -> Record:
+    """Returns what all runs of a file share: the text, and options.
+
+    Raises:
+      ValueError: if a run would read rows twice.
+    """
+    dataset = CONFIGS[config.experiment].dataset
+    info = dataset_info(dataset, config.data_dir)
+    last = rungs_of(config, info.length)[-1]
+    if last.steps * config.batch > info.num_train:
+        raise ValueError(
+            f"A run must read no row twice; got {last.steps * config.batch:,} rows for {last.size:,} parameters, of "
+            f"{info.num_train:,}. Lower --bytes-per-parameter, or leave out the width {last.width}."
+        )
+    names = ("layers", "bytes_per_parameter", "warm_up", "batch", "workers", "evaluations")
+    rows = open_split(dataset, "train", config.data_dir).identity
+    return {"dataset": dataset, **rows, "length": info.length} | {name: getattr(config, name) for name in names}
+
+
+class Ladder:
+    """The rungs, and the records of their runs."""
+
+    def __init__(self, config: Config, records: Records, about: Record):
+        """Takes what `settings` returns.
+
+        Raises:
+          ValueError: if the records have other settings.
+        """
+        records.check_same(about, lambda record: record.get("about", {}))
+        self.config, self.records, self.about = config, records, about
+        self.stop = time.monotonic() + 3600 * config.hours
+        self.rates = harness.numbers("--rates", config.rates, float)
+        self.rungs = rungs_of(config, about["length"])
+
+    def climb(self) -> str:
+        """Trains what is missing, rung by rung; returns why it ended.
+
+        Raises:
+          ValueError: for a baseline whose seeds differ by more than `NOISE`, or a prediction that is not committed.
+        """
+        late = f"Stopped after {self.config.hours:g} hours; the same command goes on."
+        *first, last = self.rungs
+        for rung in first:
+            if not self._train(rung, dict.fromkeys(METHODS, self.rates), self.config.seeds):
+                return late
+        prediction = self.records.find(self._key("prediction", last))
+        if prediction is None:
+            self.predict()
+            return "The last rung is predicted. Commit the file of records; then the same command trains it."
+        self._check_committed(prediction)
+        rates = {name: [rate] for name, rate in prediction["rates"].items()}
+        return "The ladder is complete." if self._train(last, rates, self.config.last_seeds) else late
+
+    def _train(self, rung: Rung, rates: Mapping[str, Sequence[float]], seeds: int) -> bool:
+        """Trains a rung by every method; returns False if the time is over."""
+        for name in METHODS:
+            trainer = None
+            for rate in rates[name]:
+                for seed in range(seeds):
+                    key = self._run_key(rung, name, rate, seed)
+                    if self.records.find(key) is None:
+                        if time.monotonic() >= self.stop:
+                            return False
+                        trainer = trainer or self._trainer(rung, name, self.config.workers)
+                        run = self.records.add(key | _today() | trainer.run(rate, seed, self.config.evaluations))
+                        print(
+                            f"{rung.size:,} {name} {rate:g} seed {seed}: {run['loss']}, {run['seconds']:.0f} s",
+                            flush=True,
+                        )
+            key = self._key("worker's step", rung, name)
+            self.records.get(key, lambda rung=rung, name=name: _today() | self._time(rung, name))
+            if name in BASELINES:
+                self.check_baseline(rung, name)
+        return True
+
+    def _trainer(self, rung: Rung, name: str, workers: int) -> Trainer:
+        rows = self.config.batch * workers // self.config.workers
+        return Trainer(
+            Text(self.about["dataset"], self.config.data_dir, rows),
+            self.config.layers,
+            rung.width,
+            METHODS[name],
+            OPTIMIZERS.get(name, "adam"),
+            workers=workers,
+            steps=rung.steps,
+            warm_up=round(self.config.warm_up * rung.steps),
+        )
+
+    def _time(self, rung: Rung, name: str) -> Record:
+        return self._trainer(rung, name, 1).time(self.config.timed_steps)
+
+    def _key(self, of: str, rung: Rung, name: str | None = None) -> Record:
+        key = {"of": of, "about": self.about, "width": rung.width}
+        return key | ({"method": name, "setting": label(METHODS[name])} if name else {})
+
+    def _run_key(self, rung: Rung, name: str, rate: float, seed: int) -> Record:
+        return self._key("run", rung, name) | {"rate": rate, "seed": seed}
+
+    def runs(self, rung: Rung, name: str, rate: float) -> list[Record]:
+        """Returns the recorded runs of a rate, by seed."""
+        most = max(self.config.seeds, self.config.last_seeds)
+        runs = (self.records.find(self._run_key(rung, name, rate, seed)) for seed in range(most))
+        return [run for run in runs if run is not None]
+
+    def losses(self, rung: Rung, name: str, rate: float) -> list[float]:
+        """Returns the losses of a rate, by seed; infinity if a run diverged."""
+        return [math.inf if run["loss"] is None else run["loss"] for run in self.runs(rung, name, rate)]
+
+    def best(self, rung: Rung, name: str) -> float | None:
+        """Returns the rate with the least mean loss; None before all runs are recorded."""
+        rates, seeds = self.rates, self.config.seeds
+        if rung == self.rungs[-1]:
+            prediction = self.records.find(self._key("prediction", rung))
+            if prediction is None:
+                return None
+            rates, seeds = [prediction["rates"][name]], self.config.last_seeds
+        means = {}
+        for rate in rates:
+            losses = self.losses(rung, name, rate)
+            if len(losses) < seeds:
+                return None
+            means[rate] = statistics.fmean(losses)
+        return min(means, key=lambda rate: means[rate])
+
+    def final(self, rung: Rung, name: str) -> list[float] | None:
+        """Returns the losses of the best rate, by seed; None before all runs are recorded."""
+        rate = self.best(rung, name)
+        return None if rate is None else self.losses(rung, name, rate)
+
+    def check_baseline(self, rung: Rung, name: str) -> None:
+        """Raises ValueError for a baseline whose seeds differ by more than `NOISE` at its best rate."""
+        losses, rate = self.final(rung, name), self.best(rung, name)
+        assert losses is not None
+        spread = max(losses) - min(losses)
+        if not spread <= NOISE:
+            raise ValueError(
+                f"The seeds of a baseline must end within {NOISE} nats of each other; got {spread:.3f} by {name} of "
+                f"{rung.size:,} parameters at a rate of {rate:g}. Lower --rates, or raise --warm-up, in another file."
+            )
+
+    def predict(self) -> Record:
+        """Records the losses and gaps of the last rung, from the others."""
+        *first, last = self.rungs
+        sizes = [rung.size for rung in first]
+        losses = {name: [self.final(rung, name) or [] for rung in first] for name in METHODS}
+        law = PowerLaw.fit(
+            sizes, {name: [statistics.fmean(seeds) for seeds in rungs] for name, rungs in losses.items()}
+        )
+        drawn = [PowerLaw.fit(sizes, means) for means in draws(losses)]
+
+        def gap(law: PowerLaw, name: str) -> float:
+            return law.loss(name, last.size) - law.loss(baseline(name), last.size)
+
+        return self.records.add(
+            self._key("prediction", last)
+            | _today()
+            | {
+                "rates": {name: self.best(first[-1], name) for name in METHODS},
+                "E": law.E,
+                "losses": {name: law.loss(name, last.size) for name in METHODS},
+                "loss_intervals": {name: interval([one.loss(name, last.size) for one in drawn]) for name in METHODS},
+                "gaps": {name: gap(law, name) for name in METHODS},
+                "gap_intervals": {name: interval([gap(one, name) for one in drawn]) for name in METHODS},
+            }
+        )
+
+    def _check_committed(self, prediction: Record) -> None:
+        path = (self.config.committed or self.config.json or Path("ladder.json")).absolute()
+        show = ["git", "-C", str(path.parent), "show", f"HEAD:./{path.name}"]
+        shown = subprocess.run(show, capture_output=True, text=True) if path.parent.is_dir() else None
+        if shown is None or shown.returncode or prediction not in json.loads(shown.stdout):
+            raise ValueError(
+                f"The prediction of the last rung must be committed before it is trained; got none in the last commit "
+                f"of {path}. Commit the records there; --committed names another file."
+            )
+
+    def tables(self) -> dict[str, list[Record]]:
+        """Returns the tables of what is recorded, by title."""
+        tables = {}
+        for rung in self.rungs[:-1]:
+            rows = [self._sweep(rung, name) for name in METHODS if self.runs(rung, name, self.rates[0])]
+            if rows:
+                title = f"{rung.size:,} parameters ({rung.width} features), {rung.steps:,} steps: loss by learning rate"
+                tables[title] = rows
+        done = [rung for rung in self.rungs if self.final(rung, "dense")]
+        if done:
+            tables["Loss of the best rate, minus the baseline's"] = [
+                self._gaps(done, name) for name in METHODS if self.final(done[0], name)
+            ]
+            tables[f"Bytes and time, {done[-1].size:,} parameters"] = [
+                self._costs(done[-1], name) for name in METHODS if self.final(done[-1], name)
+            ]
+        prediction = self.records.find(self._key("prediction", self.rungs[-1]))
+        if prediction is not None:
+            title = f"Predicted for {self.rungs[-1].size:,} parameters on {prediction['day']}, and measured"
+            tables[title] = [self._outcome(prediction, name) for name in METHODS]
+        return tables
+
+    def _sweep(self, rung: Rung, name: str) -> Record:
+        row: Record = {"method": LABELS[name]}
+        for rate in self.rates:
+            losses = self.losses(rung, name, rate)
+            spread = f" ({max(losses) - min(losses):.3f})" if len(losses) > 1 else ""
+            row[f"{rate:g}"] = f"{statistics.fmean(losses):.3f}{spread}" if losses else None
+        return row | {"best": self.best(rung, name)}
+
+    def _gaps(self, rungs: Sequence[Rung], name: str) -> Record:
+        row: Record = {"method": LABELS[name]}
+        complete = [rung for rung in rungs if self.final(rung, name) and self.final(rung, baseline(name))]
+        for rung in rungs:
+            losses, others = (self.final(rung, n) or [] for n in (name, baseline(name)))
+            if rung not in complete:
+                text = None
+            elif name == "dense":
+                text = f"{statistics.fmean(losses):.3f}"
+            else:
+                gap = Difference.of(losses, others)
+                text = f"{statistics.fmean(losses):.3f} {gap.mean:+.3f} ({gap.error:.3f})"
+            row[f"{rung.size:,}"] = text
+        return row | {"a doubling adds": self._trend(complete, name)}
+
+    def _trend(self, rungs: Sequence[Rung], name: str) -> str | None:
+        """Returns what the gap grows by when the parameters double, and its interval; None below two rungs."""
+        if len(rungs) < 2 or name == baseline(name):
+            return None
+        seeds = self.config.seeds
+        losses = {n: [(self.final(rung, n) or [])[:seeds] for rung in rungs] for n in (name, baseline(name))}
+        x = np.log2([rung.size for rung in rungs])
+
+        def slope(means: Mapping[str, Any]) -> float:
+            return float(np.polyfit(x, np.asarray(means[name]) - np.asarray(means[baseline(name)]), 1)[0])
+
+        low, high = interval([slope(means) for means in draws(losses)])
+        return f"{slope({n: np.mean(rows, axis=1) for n, rows in losses.items()}):+.3f} ({low:+.3f} to {high:+.3f})"
+
+    def _seconds(self, rung: Rung, name: str) -> float | None:
+        """Returns the seconds of a step at the link's rate: computing, then bytes."""
+        timed, run = self.records.find(self._key("worker's step", rung, name)), self._best_runs(rung, name)[0]
+        return timed and timed["seconds"] + 8 * run["bytes_per_step"] / bits_per_second(self.config.rate)
+
+    def _best_runs(self, rung: Rung, name: str) -> list[Record]:
+        return self.runs(rung, name, self.best(rung, name) or 0.0)
+
+    def _costs(self, rung: Rung, name: str) -> Record:
+        own, dense = (self._best_runs(rung, n)[0]["bytes_per_step"] for n in (name, "dense"))
+        timed = self.records.find(self._key("worker's step", rung, name))
+        seconds = self._seconds(rung, name)
+        return {
+            "method": LABELS[name],
+            "bytes a step": round(own),
+            "fewer than dense": round(dense / own, 1),
+            "a worker's step, ms": timed and round(1e3 * timed["seconds"], 1),
+            f"run at {self.config.rate}, s": seconds and round(rung.steps * seconds),
+        }
+
+    def _outcome(self, prediction: Record, name: str) -> Record:
+        last, own = self.rungs[-1], baseline(name)
+        losses, others = self.final(last, name), self.final(last, own)
+        loss, (low, high) = prediction["losses"][name], prediction["loss_intervals"][name]
+        row: Record = {"method": LABELS[name], "rate": prediction["rates"][name]}
+        row |= {"loss predicted": f"{loss:.3f} ({low:.3f} to {high:.3f})"}
+        row |= {"loss": f"{statistics.fmean(losses):.3f}" if losses else None}
+        gap, (low, high) = prediction["gaps"][name], prediction["gap_intervals"][name]
+        difference = Difference.of(losses, others) if losses and others and own != name else None
+        return row | {
+            "gap predicted": None if name == own == "dense" else f"{gap:+.3f} ({low:+.3f} to {high:+.3f})",
+            "gap": difference and f"{difference.mean:+.3f} ({difference.error:.3f})",
+        }
+
+    def draw(self, path: Path) -> None:
+        """Draws losses over parameters; and over bytes and time, of the largest model that is complete."""
+        done = [rung for rung in self.rungs if all(self.final(rung, name) for name in METHODS)]
+        if not done:
+            print("Nothing is drawn: no rung is complete.")
+            return
+        top, seeds = done[-1], self.config.seeds
+
+        def over(name: str, x: Any) -> tuple[list[float], list[list[float]]]:
+            runs = self._best_runs(top, name)
+            return [x(name, step) for step in runs[0]["steps"]], [run["losses"] for run in runs]
+
+        def by_size(name: str) -> tuple[list[int], list[list[float]]]:
+            losses = [(self.final(rung, name) or [])[:seeds] for rung in done]
+            return [rung.size for rung in done], [list(seed) for seed in zip(*losses, strict=True)]
+
+        sent = {name: self._best_runs(top, name)[0]["bytes_per_step"] / 1e6 for name in METHODS}
+        seconds = {name: self._seconds(top, name) or math.nan for name in METHODS}
+        panels = {
+            "The end of every run": {name: by_size(name) for name in METHODS},
+            f"{top.size:,} parameters, by bytes": {n: over(n, lambda n, step: sent[n] * step) for n in METHODS},
+            f"{top.size:,} parameters, by time": {n: over(n, lambda n, step: seconds[n] * step) for n in METHODS},
+        }
+        axes = ["parameters without tables", "MB received by a worker", f"seconds at {self.config.rate}"]
+        draw(path, panels, axes, "validation loss, nats a byte", x_scale="log", columns=3)
+
+
+def baseline(name: str) -> str:
+    """Returns the dense method that a method is compared with; Muon itself is compared with Adam."""
+    return "muon" if name == "muloco" else "dense"
+
+
+def write_tables(page: Path, tables: Mapping[str, Sequence[Record]]) -> None:
+    """Writes tables between the marks of a page."""
+    before, _, rest = page.read_text().partition(MARKS[0])
+    page.write_text(f"{before}{MARKS[0]}\n\n{markdown(tables)}\n{MARKS[1]}{rest.partition(MARKS[1])[2]}")
+
+
+def markdown(tables: Mapping[str, Sequence[Record]]) -> str:
+    """Returns tables as Markdown, each under its title."""
+    parts = []
+    for title, rows in tables.items():
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        lines = [names, ["---"] * len(names)]
+        lines += [["" if row.get(name) is None else format_cell(row[name]) for name in names] for row in rows]
+        parts.append(f"{title}:\n\n" + "".join(f"| {' | '.join(cells)} |\n" for cells in lines))
+    return "\n".join(parts)
+
+
+def _today() -> Record:
+    return {"day": date.today().isoformat()}
+
+
+if __name__ == "__main__":
+    harness.run(Config, __doc__, main)

@@ -1,0 +1,160 @@
+"""The order of the ladder, what it refuses, its prediction and its page, with a stand-in for training."""
+
+import json
+import subprocess
+
+import matplotlib.image
+import pytest
+
+from benchmarks import ladder
+from benchmarks.ladder import LABELS, MARKS, METHODS, Config, Ladder, markdown
+from tests.benchmarks.places import ROOT
+from train.records import Records
+
+PAGE, DATA = ROOT / "docs" / "measurements" / "ladder.md", ROOT / "docs" / "data" / "ladder.json"
+RATES = [0.004, 0.008]
+SMALL = {"experiment": "gpt_stdlib", "widths": "26,35,52,70", "layers": 1, "rates": "0.004,0.008", "hours": 9}
+
+
+class StopError(Exception):
+    """As if the process was killed."""
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """The runs that were trained: width, method, rate, seed. Losses follow laws with E = 1; 0.008 is best by 0.1."""
+    runs, noise = [], {"dense": 0.01, "stop": 10**9}
+
+    class Trainer:
+        def __init__(self, text, layers, width, method, optimizer, *, workers, steps, warm_up):
+            self.width, self.size, self.workers = width, 12 * width**2 + 15 * width, workers
+            self.name = next(n for n, m in METHODS.items() if m == method and (n[:2] == "mu") == (optimizer == "muon"))
+
+        def run(self, rate, seed, evaluations):
+            assert self.workers == 4
+            if len(runs) == noise["stop"]:
+                raise StopError
+            runs.append((self.width, self.name, rate, seed))
+            A = 30 + 5 * list(METHODS).index(self.name)
+            loss = 1 + A * self.size**-0.3 + 0.1 * (rate == 0.004) + noise["dense"] * seed / 2
+            return {"loss": loss, "losses": [4.0, loss], "steps": [1, 2], "bytes_per_step": 5e5, "seconds": 1.0}
+
+        def time(self, steps):
+            assert self.workers == 1
+            return {"seconds": 0.25}
+
+    monkeypatch.setattr(ladder, "Trainer", Trainer)
+    monkeypatch.setattr(ladder, "prepare_jax", lambda: None)
+    return runs, noise
+
+
+@pytest.fixture
+def config(tmp_path):
+    """In a repository of its own."""
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    return Config(**SMALL, json=tmp_path / "ladder.json")
+
+
+def commit(config):
+    names = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+    subprocess.run(["git", "add", "."], cwd=config.json.parent, check=True)
+    subprocess.run(["git", *names, "commit", "-qm", "Predicted"], cwd=config.json.parent, check=True)
+
+
+def test_rung_by_rung_and_resumed(trained, config):
+    runs, noise = trained
+    noise["stop"] = 47
+    with pytest.raises(StopError):
+        ladder.main(config)
+    noise["stop"] = 10**9
+    ladder.main(config)
+    first = [(w, n, rate, seed) for w in (26, 35, 52) for n in METHODS for rate in RATES for seed in (0, 1)]
+    assert runs == first
+    assert [record["of"] for record in json.loads(config.json.read_text())][-1] == "prediction"
+
+
+def test_no_run_starts_late(trained, config, capsys):
+    ladder.main(Config(**vars(config) | {"hours": 0}))
+    assert not trained[0]
+    assert "Stopped after 0 hours" in capsys.readouterr().out
+
+
+def test_a_noisy_baseline_is_refused(trained, config):
+    trained[1]["dense"] = 0.06
+    with pytest.raises(
+        ValueError, match=r"within 0\.02 nats .* got 0\.030 by dense of 8,502 parameters .* of 0\.008\. L"
+    ):
+        ladder.main(config)
+    assert {run[1] for run in trained[0]} == {"dense"}
+
+
+def test_the_last_rung_waits_for_the_commit(trained, config, tmp_path, capsys):
+    runs, _ = trained
+    config.json.write_text("[]")
+    commit(config)  # of a file that does not have the prediction yet
+    ladder.main(config)
+    assert "Commit the file of records" in capsys.readouterr().out
+    count = len(runs)
+    with pytest.raises(ValueError, match="must be committed before it is trained; got none in the last commit"):
+        ladder.main(config)
+    commit(config)
+    figure = tmp_path / "ladder.png"
+    ladder.main(Config(**vars(config) | {"figure": figure}))
+    assert runs[count:] == [(70, name, 0.008, seed) for name in METHODS for seed in (0, 1, 2)]
+    assert "The ladder is complete." in capsys.readouterr().out
+    assert matplotlib.image.imread(figure).std() > 0.05
+    ladder.main(config)
+    assert len(runs) == count + 30
+
+
+def test_the_prediction(trained, config):
+    """Of laws without noise that differs between methods, gaps are those of the laws, and the intervals narrow."""
+    ladder.main(config)
+    prediction = json.loads(config.json.read_text())[-1]
+    size = 12 * 70**2 + 15 * 70
+    assert prediction["rates"] == dict.fromkeys(METHODS, 0.008)
+    assert prediction["E"] == pytest.approx(1.0025, abs=0.01)  # half of the seeds' difference
+    assert prediction["gaps"]["powersgd"] == pytest.approx(10 * size**-0.3, rel=0.02)
+    assert prediction["gaps"]["muloco"] == pytest.approx((75 - 35) * size**-0.3, rel=0.02)
+    low, high = prediction["gap_intervals"]["powersgd"]
+    assert low <= prediction["gaps"]["powersgd"] <= high
+
+
+def test_another_text_or_option_is_refused(trained, config):
+    ladder.main(Config(**vars(config) | {"hours": 1}))
+    with pytest.raises(ValueError, match="where warm_up is"):
+        ladder.main(Config(**vars(config) | {"warm_up": 0.2}))
+
+
+def test_a_row_read_twice_is_refused(config):
+    with pytest.raises(ValueError, match="must read no row twice"):
+        ladder.main(Config(**vars(config) | {"bytes_per_parameter": 1e6}))
+
+
+@pytest.mark.parametrize("widths", ["48,64,96", "64,48,96,128"])
+def test_widths_are_refused(widths):
+    with pytest.raises(ValueError, match="must rise, and be at least 4"):
+        ladder.main(Config(widths=widths))
+
+
+def test_tables_of_a_page(trained, config, tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("before\n")
+    with pytest.raises(ValueError, match="must have the lines <!-- records --> and"):
+        ladder.main(Config(**vars(config) | {"page": page}))
+    page.write_text(f"before\n{MARKS[0]}\nold\n{MARKS[1]}\nafter\n")
+    ladder.main(Config(**vars(config) | {"page": page}))
+    text = page.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("\nafter\n")
+    assert "old" not in text
+    assert "| dense, Adam | " in text
+    gap = 10 * 8_502**-0.3
+    assert f" {gap:+.3f} (0.000) |" in text
+
+
+def test_the_page_shows_the_records():
+    records = json.loads(DATA.read_text())
+    tables = Ladder(Config(), Records(DATA), records[0]["about"]).tables()
+    assert markdown(tables) in PAGE.read_text()
+    assert LABELS.keys() == METHODS.keys()
