@@ -589,8 +589,9 @@ def main(argv: Sequence[str]) -> int:
         check_file("--trace", config.trace)
         shares = slow_last(config.hosts, config.slow)
         with Lab(config.hosts, config.rate, delay=config.delay, jitter=config.jitter, shares=shares) as lab:
+            conditions = lab.conditions() if config.trace else {}
             results = lab.run(argv[split + 1 :], timeout=config.timeout, stream=True, trace=trace)
-        write_records(config.trace, trace.records())
+        write_records(config.trace, [sample | conditions for sample in trace.records()])
     except ValueError as error:
         print(f"netlab: {error}", file=sys.stderr)
         return 2

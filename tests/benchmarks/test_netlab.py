@@ -387,7 +387,7 @@ def test_a_trace_by_command(tmp_path):
     assert process.returncode == 0, process.stderr
     series = json.loads(path.read_text())
     assert len(series) >= 2
-    assert set(series[0]) == {"seconds", "received", "kB_per_s"}
+    assert {"seconds", "received", "kB_per_s", "control", "day", "machine_ms"} <= set(series[0])
     process = command_line("--hosts", "1", "--rate", "none", "--trace", str(tmp_path), "--", "sleep", "0")
     assert process.returncode == 2
     assert "--trace must be a file; got the folder" in process.stderr
