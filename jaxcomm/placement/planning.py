@@ -265,7 +265,7 @@ def place(
     blocks_of: Callable[[int], Sequence[ModelBlock]],
     *,
     seconds_per_byte: float,
-    latency: float = 0.0,
+    latency: float,
     micro_batches: int = 4,
     memory: int | None = None,
     time_limit: float = 10.0,

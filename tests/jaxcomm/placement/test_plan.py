@@ -291,7 +291,7 @@ def blocks_of(workers):
 def test_memory_makes_stages():
     def placed(memory):
         return place(
-            4, PARAMS, lambda workers: advice(1e8, workers), blocks_of, methods=METHODS, seconds_per_byte=8e-8,
+            4, PARAMS, lambda workers: advice(1e8, workers), blocks_of, methods=METHODS, seconds_per_byte=8e-8, latency=0.0,
             memory=memory,
         )  # fmt: skip
 
@@ -348,7 +348,7 @@ def test_optimality_of_a_placement(monkeypatch, error, is_proven):
 
     monkeypatch.setattr(planning, "solve", solved)
     placement = place(
-        2, PARAMS, lambda workers: advice(1e6, workers), blocks_of, methods=METHODS, seconds_per_byte=1e-6
+        2, PARAMS, lambda workers: advice(1e6, workers), blocks_of, methods=METHODS, seconds_per_byte=1e-6, latency=0.0
     )
     assert (placement.workers, placement.optimal) == (2, is_proven)
 
