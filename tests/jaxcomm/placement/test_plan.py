@@ -291,8 +291,8 @@ def blocks_of(workers):
 def test_memory_makes_stages():
     def placed(memory):
         return place(
-            4, PARAMS, lambda workers: advice(1e8, workers), blocks_of, methods=METHODS, seconds_per_byte=8e-8, latency=0.0,
-            memory=memory,
+            4, PARAMS, lambda workers: advice(1e8, workers), blocks_of, methods=METHODS, seconds_per_byte=8e-8,
+            latency=0.0, memory=memory,
         )  # fmt: skip
 
     assert placed(None).cuts == ()
