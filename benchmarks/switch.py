@@ -7,13 +7,13 @@ whole, as the kernel made them, with their virtio-net headers, so that Python ke
 a random time of at most JITTER seconds; frames of one port stay in order.
 """
 
+import argparse
 import contextlib
 import heapq
 import itertools
 import random
 import select
 import socket
-import sys
 import time
 
 READY = "ready"  # what it says when it passes on frames
@@ -64,6 +64,11 @@ def switch(ports: list[socket.socket], delay: float, jitter: float) -> None:
 
 
 if __name__ == "__main__":
-    links = [open_port(f"port{number}") for number in range(int(sys.argv[1]))]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("ports", type=int)
+    parser.add_argument("delay", type=float, help="seconds")
+    parser.add_argument("jitter", type=float, help="seconds")
+    args = parser.parse_args()
+    links = [open_port(f"port{number}") for number in range(args.ports)]
     print(READY, flush=True)
-    switch(links, float(sys.argv[2]), float(sys.argv[3]))
+    switch(links, args.delay, args.jitter)
