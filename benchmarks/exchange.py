@@ -184,8 +184,6 @@ def summary(rounds: list[list[Row]]) -> list[Row]:
     rounds = [harness.compare(rows, ["rate"], method="plump_dp") for rows in rounds]
     rows = harness.over_rounds(rounds, "bytes_kernel", "compile_s", "ms_refresh", "times_faster")
     for row, repeats in zip(rows, zip(*rounds, strict=True), strict=True):
-        if "day" in row:
-            row["day"] = "/".join(sorted({repeat["day"] for repeat in repeats}))
         ratios = [repeat["times_faster"] for repeat in repeats]
         is_known = None not in ratios
         row |= {

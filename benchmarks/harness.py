@@ -237,7 +237,7 @@ def spread(times: Sequence[float]) -> dict[str, float]:
 
 
 def over_rounds(rounds: Sequence[Sequence[Row]], *columns: str) -> list[Row]:
-    """Returns a row for each of a round's: medians of columns without None, and the least and most of all steps.
+    """Returns a row for each of a round's: medians of columns without None, the least and most of all steps, the days.
 
     Raises:
       ValueError: for rounds of different congestion controls.
@@ -251,7 +251,8 @@ def over_rounds(rounds: Sequence[Sequence[Row]], *columns: str) -> list[Row]:
             if None not in (values := [row.get(name) for row in repeats])
         }
         ends = {"ms_min": min(row["ms_min"] for row in repeats), "ms_max": max(row["ms_max"] for row in repeats)}
-        rows.append({**repeats[0], **medians, **ends})
+        days = "/".join(sorted({row["day"] for row in repeats if "day" in row}))
+        rows.append({**repeats[0], **medians, **ends, **({"day": days} if days else {})})
     return rows
 
 

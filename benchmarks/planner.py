@@ -359,10 +359,8 @@ def calibrate(config: Config) -> None:
 def accuracy() -> dict[str, dict[str, Any]]:
     """Returns what docs/data/compare_fashion.json has about the candidates: the fields of an `Accuracy`."""
     records = json.loads(ACCURACY.read_text())
-    dense, known = (
-        [100 * run["scores"]["accuracy"] for run in _runs_of(records, PlumpDp())],
-        dict[str, dict[str, Any]](),
-    )
+    dense = [100 * run["scores"]["accuracy"] for run in _runs_of(records, PlumpDp())]
+    known = dict[str, dict[str, Any]]()
     for name, method in MEASURED.items():
         runs = _runs_of(records, method)
         row = summarise(runs, dense=dense, margin=0.0)

@@ -231,10 +231,8 @@ def run_lab(config: Config, kind: str) -> tuple[list[dict[str, Any]], dict[str, 
     with tempfile.TemporaryDirectory() as folder, Lab(1 + len(NAMES), rates, delay=config.delay) as lab:
         if not lab.isolated:
             raise ValueError("The lab must be run as root, for links of its own; got loopback alone.")
-        command, conditions = (
-            [sys.executable, "-m", "benchmarks.rounds", *sys.argv[1:], "--kind", kind],
-            lab.conditions(),
-        )
+        conditions = lab.conditions()
+        command = [sys.executable, "-m", "benchmarks.rounds", *sys.argv[1:], "--kind", kind]
         results = lab.run(command, env={FOLDER: folder, "JAX_NUM_CPU_DEVICES": "1"}, timeout=540)
         if failed := [result for result in results if result.returncode]:
             raise SystemExit("\n".join(f"host {result.host} failed: {result.stderr[-2000:]}" for result in failed))

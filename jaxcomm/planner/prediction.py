@@ -206,7 +206,7 @@ def _verdict_of_exchanges(rows: list[Prediction]) -> tuple[str, str]:
     fastest = rows[0]
     if fastest.method == dense.method:
         return dense.method, f"keep dense: {dense.method}. No compressor is predicted to be faster on this link."
-    gains = [row for row in rows if dense.step / row.step >= _WORTHWHILE and row.step <= dense.low and row != dense]
+    gains = [row for row in rows if dense.step / row.step >= _WORTHWHILE and row.step <= dense.low]
     if not gains:
         return dense.method, (
             f"keep dense: {dense.method}. The fastest, {fastest.method}, is predicted to take "

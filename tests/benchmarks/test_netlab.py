@@ -21,15 +21,26 @@ CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 NETLAB = [sys.executable, "-m", "benchmarks.netlab"]
 
+# What the programs below begin with: where host 0 is, and how the others connect to it.
+CONNECT = """
+import os, socket, sys, time
+address, port = os.environ["JAXCOMM_COORDINATOR"].split(":")
+
+def connect():
+    for attempt in range(200):
+        try:
+            return socket.create_connection((address, int(port)))
+        except ConnectionRefusedError:
+            time.sleep(0.05)
+"""
+
 # Host 0 receives SIZE bytes from each other host ("gather") or sends as many to each ("scatter"), and
 # prints the seconds that this took and the bytes that its interface counted in that direction.
-TRANSFER = """
-import os, socket, sys, time
+TRANSFER = f"""{CONNECT}
 from benchmarks.trace import received_bytes, transmitted_bytes
 gathers, size = sys.argv[1] == "gather", int(sys.argv[2])
 count = received_bytes if gathers else transmitted_bytes
 interface, hosts = os.environ["NETLAB_INTERFACE"], int(os.environ["JAXCOMM_NUM_PROCESSES"])
-address, port = os.environ["JAXCOMM_COORDINATOR"].split(":")
 own = socket.gethostbyname(socket.gethostname())
 
 def get(peer, size):
@@ -48,33 +59,21 @@ if os.environ["JAXCOMM_PROCESS_ID"] == "0":
     print(time.perf_counter() - start, count(interface) - before)
 else:
     assert own != address
-    for attempt in range(200):
-        try:
-            peer = socket.create_connection((address, int(port)))
-            break
-        except ConnectionRefusedError:
-            time.sleep(0.05)
+    peer = connect()
     get(peer, 1 if gathers else size)
     peer.sendall(bytes(size if gathers else 1))
 """
 
 
 # Host 1 opens a connection to host 0 and prints the seconds of round trips of one byte, the shortest of three.
-ROUND_TRIP = """
-import os, socket, time
-address, port = os.environ["JAXCOMM_COORDINATOR"].split(":")
+ROUND_TRIP = f"""{CONNECT}
 if os.environ["JAXCOMM_PROCESS_ID"] == "0":
     with socket.create_server((address, int(port))) as server:
         peer = server.accept()[0]
     while peer.recv(1):
         peer.sendall(b"x")
 elif os.environ["JAXCOMM_PROCESS_ID"] == "1":
-    for attempt in range(200):
-        try:
-            peer = socket.create_connection((address, int(port)))
-            break
-        except ConnectionRefusedError:
-            time.sleep(0.05)
+    peer = connect()
     times = []
     for trip in range(3):
         begin = time.perf_counter()
