@@ -3,9 +3,10 @@
     python -m benchmarks.ladder --data-dir FOLDER --json docs/data/ladder.json --hours 8
 
 Width alone grows. Every model is trained once over 20 bytes of the text for each parameter outside of tables and
-logits, by every method with five learning rates, which `benchmarks.mup` carries from width to width, and two seeds. A
-method is judged by the rate with the least mean loss; the dense baselines have as many trials as the others. On the
-last rung methods are trained at the best rate of the rung before, with three seeds.
+logits, by every method. Learning rates are searched by one rule for all, dense included: with one seed, from a middle
+rate, or from the best of the rung before (`benchmarks.mup` carries rates from width to width), until the best rate has
+a worse one on both sides. Then the best is trained with a second seed. On the last rung methods are trained at the best
+rate of the rung before, with three seeds.
 
 What --json has is not trained again, and every run is written as it ends, so the ladder may be climbed over many days:
 rung by rung, dense first. A baseline whose seeds end more than 0.02 nats apart is refused, as it would hide what is
@@ -77,14 +78,14 @@ class Config:
     widths: str = "48,64,96,128"  # Features of a token, of every rung, separated by commas.
     layers: int = 4  # Layers of every model.
     bytes_per_parameter: float = 20  # Bytes to train on for each parameter outside of tables and logits.
-    rates: str = "0.002,0.004,0.008,0.016,0.032"
-    """Peaks of the learning rate at 48 features, separated by commas: it rises over a part of the steps, then falls by
-    a cosine."""
+    rates: str = "0.001,0.002,0.004,0.008,0.016,0.032,0.064"
+    """Peaks of the learning rate at 48 features that may be tried, separated by commas, the first one in the middle: it
+    rises over a part of the steps, then falls by a cosine."""
     warm_up: float = 0.1  # The part of the steps in which the learning rate rises.
     batch: int = 16  # Rows per step, over all workers.
     workers: int = 4  # Simulated workers.
     evaluations: int = 6  # Evaluations on the test split in a run.
-    seeds: int = 2  # Runs of each method and rate, with the seeds 0, 1, ...
+    seeds: int = 2  # Runs of each method at its best rate, with the seeds 0, 1, ...
     last_seeds: int = 3  # Runs of each method on the last rung.
     timed_steps: int = 20  # Timed steps of one worker.
     rate: str = "100mbit"  # Speed of the links, for the seconds.
@@ -126,7 +127,9 @@ def check(config: Config) -> None:
             f"--widths must rise, and be at least 4: three to predict from, and the last; got {config.widths}. Give "
             f"{Config.widths}, say."
         )
-    harness.numbers("--rates", config.rates, float, 0)
+    rates = harness.numbers("--rates", config.rates, float, 0)
+    if rates != sorted(set(rates)):
+        raise ValueError(f"--rates must rise; got {config.rates}. Give {Config.rates}, say.")
     harness.check_run(config.rate, config.timed_steps, one=True)
     if not 0 <= config.warm_up < 1:
         raise ValueError(f"--warm-up must be a part of the steps, from 0 to 1; got {config.warm_up}. Give 0.1, say.")
@@ -197,37 +200,60 @@ class Ladder:
         late = f"Stopped after {self.config.hours:g} hours; the same command goes on."
         *first, last = self.rungs
         for rung in first:
-            if not self._train(rung, dict.fromkeys(METHODS, self.rates), self.config.seeds):
+            if not self._train(rung):
                 return late
         prediction = self.records.find(self._key("prediction", last))
         if prediction is None:
             self.predict()
             return "The last rung is predicted. Commit the file of records; then the same command trains it."
         self._check_committed(prediction)
-        rates = {name: [rate] for name, rate in prediction["rates"].items()}
-        return "The ladder is complete." if self._train(last, rates, self.config.last_seeds) else late
+        return "The ladder is complete." if self._train(last) else late
 
-    def _train(self, rung: Rung, rates: Mapping[str, Sequence[float]], seeds: int) -> bool:
+    def _train(self, rung: Rung) -> bool:
         """Trains a rung by every method; returns False if the time is over."""
         for name in METHODS:
             trainer = None
-            for rate in rates[name]:
-                for seed in range(seeds):
-                    key = self._run_key(rung, name, rate, seed)
-                    if self.records.find(key) is None:
-                        if time.monotonic() >= self.stop:
-                            return False
-                        trainer = trainer or self._trainer(rung, name, self.config.workers)
-                        run = self.records.add(key | _today() | trainer.run(rate, seed, self.config.evaluations))
-                        print(
-                            f"{rung.size:,} {name} {rate:g} seed {seed}: {run['loss']}, {run['seconds']:.0f} s",
-                            flush=True,
-                        )
+            while (trial := self._next_trial(rung, name)) is not None:
+                if time.monotonic() >= self.stop:
+                    return False
+                trainer = trainer or self._trainer(rung, name, self.config.workers)
+                rate, seed = trial
+                key = self._run_key(rung, name, rate, seed)
+                run = self.records.add(key | _today() | trainer.run(rate, seed, self.config.evaluations))
+                print(f"{rung.size:,} {name} {rate:g} seed {seed}: {run['loss']}, {run['seconds']:.0f} s", flush=True)
             key = self._key("worker's step", rung, name)
             self.records.get(key, lambda rung=rung, name=name: _today() | self._time(rung, name))
             if name in BASELINES:
                 self.check_baseline(rung, name)
         return True
+
+    def _next_trial(self, rung: Rung, name: str) -> tuple[float, int] | None:
+        """Returns the rate and the seed to train next; None if all that the rule asks for is recorded."""
+        best = self.best(rung, name)
+        if best is None:
+            rate = self._next_rate(rung, name)
+            return rate and (rate, 0)
+        keys = {seed: self._run_key(rung, name, best, seed) for seed in range(self._seeds(rung))}
+        return next(((best, seed) for seed, key in keys.items() if self.records.find(key) is None), None)
+
+    def _next_rate(self, rung: Rung, name: str) -> float | None:
+        """Returns the rate that the search tries next; None once the best one has a worse one on both sides."""
+        place = self.rungs.index(rung)
+        start = self.best(self.rungs[place - 1], name) if place else self.rates[len(self.rates) // 2]
+        tried = self._tried(rung, name)
+        if start not in tried:
+            return start
+        best = self.rates.index(min(tried, key=lambda rate: tried[rate]))
+        sides = (self.rates[side] for side in (best - 1, best + 1) if 0 <= side < len(self.rates))
+        return next((rate for rate in sides if rate not in tried), None)
+
+    def _tried(self, rung: Rung, name: str) -> dict[float, float]:
+        """Returns the losses of the first seed by rate."""
+        losses = {rate: self.losses(rung, name, rate) for rate in self.rates}
+        return {rate: own[0] for rate, own in losses.items() if own}
+
+    def _seeds(self, rung: Rung) -> int:
+        return self.config.last_seeds if rung == self.rungs[-1] else self.config.seeds
 
     def _trainer(self, rung: Rung, name: str, workers: int) -> Trainer:
         rows = self.config.batch * workers // self.config.workers
@@ -263,25 +289,19 @@ class Ladder:
         return [math.inf if run["loss"] is None else run["loss"] for run in self.runs(rung, name, rate)]
 
     def best(self, rung: Rung, name: str) -> float | None:
-        """Returns the rate with the least mean loss; None before all runs are recorded."""
-        rates, seeds = self.rates, self.config.seeds
+        """Returns the rate with the least loss of the first seed, on the last rung the carried one; None before."""
         if rung == self.rungs[-1]:
             prediction = self.records.find(self._key("prediction", rung))
-            if prediction is None:
-                return None
-            rates, seeds = [prediction["rates"][name]], self.config.last_seeds
-        means = {}
-        for rate in rates:
-            losses = self.losses(rung, name, rate)
-            if len(losses) < seeds:
-                return None
-            means[rate] = statistics.fmean(losses)
-        return min(means, key=lambda rate: means[rate])
+            return prediction and prediction["rates"][name]
+        tried = self._tried(rung, name)
+        is_over = tried and self._next_rate(rung, name) is None
+        return min(tried, key=lambda rate: tried[rate]) if is_over else None
 
     def final(self, rung: Rung, name: str) -> list[float] | None:
         """Returns the losses of the best rate, by seed; None before all runs are recorded."""
         rate = self.best(rung, name)
-        return None if rate is None else self.losses(rung, name, rate)
+        losses = [] if rate is None else self.losses(rung, name, rate)
+        return losses if len(losses) >= self._seeds(rung) else None
 
     def check_baseline(self, rung: Rung, name: str) -> None:
         """Raises ValueError for a baseline whose seeds differ by more than `NOISE` at its best rate."""
@@ -334,7 +354,7 @@ class Ladder:
         """Returns the tables of what is recorded, by title."""
         tables = {}
         for rung in self.rungs[:-1]:
-            rows = [self._sweep(rung, name) for name in METHODS if self.runs(rung, name, self.rates[0])]
+            rows = [self._sweep(rung, name) for name in METHODS if self._tried(rung, name)]
             if rows:
                 title = f"{rung.size:,} parameters ({rung.width} features), {rung.steps:,} steps: loss by learning rate"
                 tables[title] = rows

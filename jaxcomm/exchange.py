@@ -469,7 +469,8 @@ class Exchange:
             return parts.update(updates, state, params)
         with jax.named_scope(SCOPE):
             if state.worker is None:
-                return self._update(updates, state, params, True)
+                # True, but XLA does not know. Else it would send nothing where no loss reads the parameters.
+                return self._update(updates, state, params, state.step >= 0)
             position, row = lax.axis_index(self.axes), own_row(state.worker, 1)
             index, k = worker_of(row[0, 0])
             is_own = (row[0, 0] < 0) | ((index == position) & ((k == workers) | (k == 0)))

@@ -1,6 +1,7 @@
 """The order of the ladder, what it refuses, its prediction and its page, with a stand-in for training."""
 
 import json
+import math
 import subprocess
 
 import matplotlib.image
@@ -13,8 +14,8 @@ from tests.benchmarks.places import ROOT
 from train.records import Records
 
 PAGE, DATA = ROOT / "docs" / "measurements" / "ladder.md", ROOT / "docs" / "data" / "ladder.json"
-RATES = [0.004, 0.008]
 SMALL = {"experiment": "gpt_stdlib", "widths": "26,35,52,70", "layers": 1, "rates": "0.004,0.008", "hours": 9}
+TRIALS = [(0.008, 0), (0.004, 0), (0.008, 1)]  # of a method
 
 
 class StopError(Exception):
@@ -64,14 +65,44 @@ def commit(config):
 
 def test_rung_by_rung_and_resumed(trained, config):
     runs, noise = trained
-    noise["stop"] = 47
+    noise["stop"] = 37
     with pytest.raises(StopError):
         ladder.main(config)
     noise["stop"] = 10**9
     ladder.main(config)
-    first = [(w, n, rate, seed) for w in (26, 35, 52) for n in METHODS for rate in RATES for seed in (0, 1)]
-    assert runs == first
+    assert runs == [(width, name, *trial) for width in (26, 35, 52) for name in METHODS for trial in TRIALS]
     assert [record["of"] for record in json.loads(config.json.read_text())][-1] == "prediction"
+
+
+@pytest.mark.parametrize(
+    ("best", "tried"),
+    [
+        (0.008, [0.008, 0.004, 0.016]),  # worse on both sides
+        (0.001, [0.008, 0.004, 0.002, 0.001]),  # the first that may be tried
+        (0.032, [0.008, 0.004, 0.016, 0.032]),
+    ],
+)
+def test_the_search_of_a_rate(trained, config, monkeypatch, best, tried):
+    """From the middle to the best, past which it goes; the next rung begins there."""
+    runs, _ = trained
+    run = ladder.Trainer.run
+
+    def lossy(self, rate, seed, evaluations):
+        record = run(self, rate, seed, evaluations)
+        loss = 1 + abs(math.log2(rate / best)) + 0.001 * seed
+        return record | {"loss": loss, "losses": [4.0, loss]}
+
+    monkeypatch.setattr(ladder.Trainer, "run", lossy)
+    ladder.main(Config(**vars(config) | {"rates": "0.001,0.002,0.004,0.008,0.016,0.032"}))
+    assert [trial[2:] for trial in runs[: len(tried) + 1]] == [*((rate, 0) for rate in tried), (best, 1)]
+    second = [trial[2:] for trial in runs if trial[:2] == (35, "dense")]
+    assert second[0] == (best, 0)
+    assert second[-1] == (best, 1)
+
+
+def test_rates_are_refused():
+    with pytest.raises(ValueError, match=r"--rates must rise; got 0\.004,0\.002"):
+        ladder.main(Config(rates="0.004,0.002"))
 
 
 def test_no_run_starts_late(trained, config, capsys):

@@ -152,6 +152,27 @@ def step_with(extra, tx=TX):
     return jax.jit(mapped), (state.params, state.opt_state, BATCH)
 
 
+@pytest.mark.parametrize(
+    ("tx", "params"),
+    [
+        (jc.quant_dp(8), {"unread": jnp.zeros(27), "w": jnp.ones((1000, 3))}),
+        (jc.quant_dp(8, start=2), {"unread": jnp.zeros(27), "w": jnp.ones((1000, 3))}),
+        (
+            jc.terngrad(collective="gather"),
+            {"unread": jnp.zeros(27), "unread too": jnp.zeros(5), "w": jnp.ones((1000, 3))},
+        ),
+    ],
+)
+def test_parameters_that_no_loss_reads(tx, params):
+    """Their gradients are zeros, which XLA knows. It sends them as predicted, rather than nothing."""
+    mesh = jc.make_mesh(data=K)
+    step = jc.make_train_step(
+        lambda params, batch: jnp.mean((batch @ params["w"]) ** 2), jc.chain(tx, optax.sgd(0.1)), mesh
+    )
+    report = step.verify(step.init(params), BATCH)
+    assert report.received >= jc.wire_report(tx, params, K).received
+
+
 def test_an_extra_all_reduce():
     """Such as of a gradient norm for the log."""
     step, args = step_with(lambda grads: optax.tree.norm(lax.pmean(grads["w"], "data")))
