@@ -20,20 +20,27 @@ class Architecture:
     Attributes:
       name: one of `train.architectures.MODELS`.
       options: the keyword arguments.
+      cuts: where it has bottlenecks (`models.bottleneck`): the first block of every stage but the first, without them.
+      rank: the numbers of a token that cross there; 0 without bottlenecks.
     """
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
+    cuts: tuple[int, ...] = ()
+    rank: int = 0
 
 
 @dataclass(frozen=True)
 class BoundaryFields:
-    """The boundaries between the stages of a pipeline: DCT-MP, or all activations in a few bits."""
+    """The boundaries between the stages of a pipeline: DCT-MP, a few bits, or a few learned numbers."""
 
     sparsity: float = 0.0
     """Fraction of a sample's activations that is not sent; 0 sends all of them."""
     value_dtype: Literal["float32", "bfloat16", "int8", "int4", "int3"] | None = None
     """Type of a value on the wire; None for that of the activations. For transformers, use int4 with sparsity 0."""
+    rank: int = 0
+    """Numbers of a token that cross, made by an encoder and read by a decoder that are trained with the model; 0 sends
+    the model's own activations."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Models by name, made for a dataset and cut into stages."""
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -8,9 +9,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from configs.experiment import Architecture
+from configs.experiment import Architecture, Experiment
 from models.alexnet import AlexNet
-from models.blocks import Model
+from models.blocks import Batch, Model
+from models.bottleneck import add_bottlenecks, decoders
 from models.cnn import Cnn
 from models.dlrm import Dlrm
 from models.googlenet import GoogLeNet
@@ -41,8 +43,32 @@ def make_model(architecture: Architecture, info: DatasetInfo, dtype: str, seed: 
     """Makes a model for a dataset, with initial parameters drawn from a seed or a key.
 
     Raises:
-      ValueError: if there is no model of that name, or it is for another kind of data.
+      ValueError: if there is no model of that name, it is for another kind of data, or cannot have the bottlenecks.
     """
+    model = _model(architecture, info, dtype, seed)
+    if architecture.rank:
+        batch = {name: jax.ShapeDtypeStruct((1, *shape), dtype) for name, (shape, dtype) in info.row_types().items()}
+        key = jax.random.fold_in(nnx.Rngs(seed).params(), 1)  # other numbers than the model's own
+        tokens = (_text, info.vocabulary_size) if isinstance(info, TextInfo) else None
+        add_bottlenecks(model, architecture.cuts, architecture.rank, batch, tokens=tokens, rngs=nnx.Rngs(key))
+    return model
+
+
+def _text(batch: Batch) -> jax.Array:
+    return batch["text"][:, :-1].astype(jnp.int32)
+
+
+def with_bottlenecks(experiment: Experiment, info: DatasetInfo) -> Experiment:
+    """Returns the experiment whose model has the bottlenecks of `experiment.boundary`, cut between their layers."""
+    if not experiment.boundary.rank:
+        return experiment
+    model = nnx.eval_shape(lambda: make_model(experiment.architecture, info, experiment.dtype, experiment.seed))
+    cuts = choose_cuts(model, experiment.stages, experiment.cuts)
+    architecture = dataclasses.replace(experiment.architecture, cuts=cuts, rank=experiment.boundary.rank)
+    return dataclasses.replace(experiment, architecture=architecture, cuts=decoders(cuts))
+
+
+def _model(architecture: Architecture, info: DatasetInfo, dtype: str, seed: int | jax.Array) -> Model:
     if architecture.name not in MODELS:
         raise ValueError(f"A model must be one of {', '.join(MODELS)}; got {architecture.name!r}.")
     make = partial(MODELS[architecture.name], dtype=jnp.dtype(dtype), rngs=nnx.Rngs(seed), **architecture.options)

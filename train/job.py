@@ -19,7 +19,7 @@ from models.beam_search import beam_search
 from models.functional import Graph, apply, cut, merge, split
 from models.late_linear import LateLinear
 from models.split_linear import SplitLinear
-from train.architectures import choose_cuts, make_model
+from train.architectures import choose_cuts, make_model, with_bottlenecks
 from train.data import DatasetInfo, TranslationInfo, dataset_info
 from train.dense_layers import multiply_late, shards_of, with_dense
 from train.embeddings import is_exchanged, lookup_traffic, lookups_of, shards_of_table, with_embeddings
@@ -83,6 +83,7 @@ def make_job(
     """
     info = info or dataset_info(experiment.dataset, experiment.data_dir)
     task = make_task(info, experiment.label_smoothing)
+    experiment = with_bottlenecks(experiment, info)
     model_parts = split(_abstract(experiment, info))
     check_plan(method, experiment, model_parts.params)
     axes = {"slice": experiment.slices, "data": experiment.workers // experiment.slices, "stage": experiment.stages}
@@ -282,8 +283,18 @@ def _pipeline(
         return {block: params for stage in stages for block, params in stage.items()}
 
     costs = pipeline.report(tx, batch, experiment.workers)
-    dense = costs.exchange.dense + sum(2 * boundary_cost.dense for boundary_cost in costs.boundaries) / len(stages)
+    crossing = sum(
+        2 * boundary_cost.dense * _features(stage.params)
+        for boundary_cost, stage in zip(costs.boundaries, stages[:-1], strict=True)
+    )
+    dense = costs.exchange.dense + crossing / len(stages)
     return _Parts(step, first, join_stages, jax.jit(step.init), dense)
+
+
+def _features(params: Any) -> float:
+    """Returns how many features of a token become one number at the end of a stage: 1 without a bottleneck."""
+    encoder = params[max(params)].get("encoder") if params else None
+    return 1.0 if encoder is None else encoder.shape[0] / encoder.shape[1]
 
 
 def _abstract(experiment: Experiment, info: DatasetInfo, dense: Callable[..., Any] | None = None) -> Any:

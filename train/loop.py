@@ -342,7 +342,10 @@ def describe(experiment: Experiment, method: Method) -> dict[str, Any]:
             fields[name] = getattr(experiment, name)
     fields["architecture"] = f"{experiment.architecture.name} {dict(experiment.architecture.options)}"
     fields["cuts"] = experiment.cuts
-    fields |= {f"boundary.{name}": value for name, value in dataclasses.asdict(experiment.boundary).items()}
+    boundary = dataclasses.asdict(experiment.boundary)
+    if not boundary["rank"]:  # as above
+        del boundary["rank"]
+    fields |= {f"boundary.{name}": value for name, value in boundary.items()}
     if str(experiment.boundary.value_dtype).startswith("int"):
         fields["boundary.format"] = 2  # runs of before 2026-11-26 had no zero points, and gradients in as few bits
     options = method.options()

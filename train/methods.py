@@ -29,7 +29,7 @@ def run_name(
     name += "".join(f"-{way}" for way in (dense_layers, embeddings) if way != "exchange")
     if boundary is None or boundary == BoundaryFields():
         return name
-    name += f"-masked-{boundary.sparsity:g}"
+    name += f"-rank-{boundary.rank}" if boundary.rank else f"-masked-{boundary.sparsity:g}"
     return name if boundary.value_dtype is None else f"{name}-{boundary.value_dtype}"
 
 

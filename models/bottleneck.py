@@ -1,0 +1,91 @@
+"""Bottlenecks: linear layers around the cuts of a model, between which a token is a few learned numbers.
+
+Sources: Aboudib et al., "ResBM: Residual Bottleneck Models for Low-Bandwidth Pipeline Parallelism", arXiv 2604.11947,
+2026 (layers that are trained with the model, and a path of low rank from the first step on); Janson et al., "Learned
+Subspace Compression for Communication-Efficient Pipeline Parallelism", arXiv 2606.05484, 2026 (anchors of tokens).
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from models.blocks import Batch, Model, take_rows
+from models.functional import apply, cut
+
+_orthonormal = nnx.initializers.orthogonal()
+Tokens = tuple[Callable[[Batch], jax.Array], int]
+
+
+class Encoder(nnx.Module):
+    """The last block of a stage: the features of a token, (..., d), become r numbers."""
+
+    def __init__(self, width: int, rank: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.encoder = nnx.Param(_orthonormal(rngs.params(), (width, rank)))
+        self.dtype = dtype
+
+    def __call__(self, x: jax.Array, batch: Batch) -> jax.Array:
+        """Returns (..., r)."""
+        return x @ self.encoder[...].astype(self.dtype)
+
+
+class Decoder(nnx.Module):
+    """The first block of the next stage: r numbers of a token become features, to which those of its anchor are added.
+
+    An anchor is a vector of each token of the vocabulary. It need not travel, since every stage has the batch.
+    """
+
+    def __init__(self, encoder: Encoder, tokens: Tokens | None):
+        self.decoder = nnx.Param(encoder.encoder[...].T)  # at first, the two project onto r directions
+        self.tokens, self.dtype = None if tokens is None else tokens[0], encoder.dtype
+        if tokens is not None:
+            self.anchors = nnx.Param(jnp.zeros((tokens[1], encoder.encoder.shape[0])))
+
+    def __call__(self, x: jax.Array, batch: Batch) -> jax.Array:
+        """Returns (..., d)."""
+        y = x @ self.decoder[...].astype(self.dtype)
+        return y if self.tokens is None else y + take_rows(self.anchors[...], self.tokens(batch)).astype(self.dtype)
+
+
+def add_bottlenecks(
+    model: Model, cuts: Sequence[int], rank: int, batch: Any, *, tokens: Tokens | None = None, rngs: nnx.Rngs
+) -> tuple[int, ...]:
+    """Adds an encoder before every cut of a model, and a decoder after it.
+
+    Args:
+      model: the model; its blocks are replaced.
+      cuts: the first block of every stage but the first, as for `models.functional.cut`.
+      rank: r, the numbers that cross for a token, or for another place of an array (B, ..., d).
+      batch: a batch, or its shapes.
+      tokens: (batch) -> the token at every place, (B, ...) int32, and the size of the vocabulary; None without anchors.
+      rngs: the source of the initial parameters.
+
+    Returns:
+      The new cuts.
+
+    Raises:
+      ValueError: if more than one array crosses a cut, or it has fewer than `rank` features.
+    """
+    x, blocks = None, []
+    for stage, (first, last) in zip(cut(model, cuts)[:-1], pairwise([0, *cuts]), strict=True):
+        blocks += model.blocks[first:last]
+        x, _ = jax.eval_shape(partial(apply, stage.graph, training=False), stage.params, stage.stats, batch, x)
+        if not hasattr(x, "shape") or not 1 <= rank <= x.shape[-1]:
+            raise ValueError(
+                f"One array of at least rank={rank} features must cross where a bottleneck is; got "
+                f"{jax.tree.map(jnp.shape, x)} before the block {last}. Cut elsewhere, or lower rank."
+            )
+        encoder = Encoder(x.shape[-1], rank, dtype=x.dtype, rngs=rngs)
+        blocks += [encoder, Decoder(encoder, tokens)]
+    model.blocks = nnx.List([*blocks, *model.blocks[cuts[-1] :]])
+    return decoders(cuts)
+
+
+def decoders(cuts: Sequence[int]) -> tuple[int, ...]:
+    """Returns the cuts of a model with bottlenecks, from those of the model without: its decoders."""
+    return tuple(first + 2 * place + 1 for place, first in enumerate(cuts))
