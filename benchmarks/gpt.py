@@ -14,8 +14,8 @@ the times in the same file. The first command then also shows the seconds of a r
 
     python -m benchmarks.gpt --data-dir FOLDER --stages 3 --rate 100mbit --json docs/data/gpt_stages.json
 
-With --stages, the model of one worker is cut into stages, and `BOUNDARIES` are compared instead of methods: first the
-time of steps on as many hosts, then the loss.
+With --stages, the model of one worker is cut into stages, and `boundaries` are compared instead of methods: first the
+time of steps on as many hosts, then the loss, unless --seeds is 0.
 """
 
 import dataclasses
@@ -59,12 +59,22 @@ METHODS: dict[str, Method] = {
 }
 # The other methods use the experiment's optimizer.
 OPTIMIZERS: dict[str, Literal["sgd", "muon"]] = {"muon": "muon", "muloco": "muon", "demo": "sgd"}
-BOUNDARIES = {
-    "dense": BoundaryFields(),
-    "dct_mp, 90%": BoundaryFields(0.9),
-    "4 bits": BoundaryFields(value_dtype="int4"),
-}
 WARM_UP = 4  # steps before the timed ones: the first compiles, and connections open
+
+
+def boundaries(width: int) -> dict[str, BoundaryFields]:
+    """Returns the boundaries that are compared, for a model of so many features; d/128 is at least one number."""
+    return {
+        "dense": BoundaryFields(),
+        "dct_mp, 90%": BoundaryFields(0.9),
+        "dct_mp, 95%": BoundaryFields(0.95),
+        "4 bits": BoundaryFields(value_dtype="int4"),
+        "all d": BoundaryFields(rank=width),  # the layers of a bottleneck, without one
+        "d/8": BoundaryFields(rank=max(1, width // 8)),
+        "d/16": BoundaryFields(rank=max(1, width // 16)),
+        "d/128": BoundaryFields(rank=max(1, width // 128)),
+        "d/8, 4 bits": BoundaryFields(rank=max(1, width // 8), value_dtype="int4"),
+    }
 
 
 @dataclass(frozen=True)
@@ -103,7 +113,7 @@ def main(config: Config) -> None:
             f"{config.timed_steps} steps on {hosts} hosts at {config.rate}"
         )
         print_table(*headed(title, time_methods(config, records, hosts)))
-    if config.hosts:
+    if config.hosts or not config.seeds:
         return
     prepare_jax(max(config.workers, config.stages))
     train_methods(config, records)
@@ -113,8 +123,9 @@ def check(config: Config) -> None:
     """Raises ValueError for options that cannot work."""
     if config.experiment not in ("gpt_linux", "gpt_stdlib"):
         raise ValueError(f"--experiment must be gpt_linux or gpt_stdlib; got {config.experiment!r}.")
-    sizes = ("layers", "width", "batch", "workers", "evaluations", "seeds", "stages", "micro_batches")
+    sizes = ("layers", "width", "batch", "workers", "evaluations", "stages", "micro_batches")
     harness.check_least(config, 1, *sizes)
+    harness.check_least(config, 0 if config.stages > 1 else 1, "seeds")
     if config.stages > 1 and (config.hosts or config.batch % config.micro_batches):
         raise ValueError(
             f"With --stages, --hosts must be 0 and --batch a multiple of --micro-batches; got --hosts {config.hosts} "
@@ -132,12 +143,12 @@ def check(config: Config) -> None:
 
 
 def experiment_of(config: Config, name: str = "dense") -> Experiment:
-    """Returns what a method of `METHODS`, or a boundary of `BOUNDARIES`, trains."""
+    """Returns what a method of `METHODS`, or one of the `boundaries`, trains."""
     options = {"layers": config.layers, "width": config.width, "heads": 4}
     split = {"workers": config.hosts or config.workers}
     if config.stages > 1:
         split = {"workers": 1, "stages": config.stages, "micro_batches": config.micro_batches}
-        split |= {"boundary": BOUNDARIES[name]}
+        split |= {"boundary": boundaries(config.width)[name]}
     return dataclasses.replace(
         CONFIGS[config.experiment],
         architecture=Architecture("gpt", options),
@@ -161,7 +172,7 @@ def compared(config: Config) -> dict[str, Method]:
         return harness.choose(METHODS, ["dense", *(name for name in names if name != "dense")])
     if config.methods != Config.methods:
         raise ValueError(f"With --stages, --methods must be left out; got {config.methods}. Boundaries are compared.")
-    return dict.fromkeys(BOUNDARIES, METHODS["dense"])
+    return dict.fromkeys(boundaries(config.width), METHODS["dense"])
 
 
 def train_methods(config: Config, records: Records) -> None:

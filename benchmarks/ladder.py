@@ -1,12 +1,16 @@
 """A ladder of GPTs: does what compression costs shrink as the model grows?
 
     python -m benchmarks.ladder --data-dir FOLDER --json docs/data/ladder.json --hours 8
+    python -m benchmarks.ladder --data-dir FOLDER --json docs/data/ladder_boundaries.json --compare boundaries
 
 Width alone grows. Every model is trained once over 20 bytes of the text for each parameter outside of tables and
 logits, by every method. Learning rates are searched by one rule for all, dense included: with one seed, from a middle
 rate, or from the best of the rung before (`benchmarks.mup` carries rates from width to width), until the best rate has
 a worse one on both sides. Then the best is trained with a second seed. On the last rung methods are trained at the best
 rate of the rung before, with three seeds.
+
+With --compare boundaries, the boundaries of `benchmarks.gpt` are compared in the same way, between three stages of one
+worker that run one after another.
 
 What --json has is not trained again, and every run is written as it ends, so the ladder may be climbed over many days:
 rung by rung, dense first. A baseline whose seeds end more than 0.02 nats apart is refused, as it would hide what is
@@ -26,7 +30,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -44,29 +48,54 @@ from train.records import Record, Records
 from train.seeds import label
 from train.tables import format_cell, print_table
 
-METHODS: dict[str, Method] = {
-    **{name: gpt.METHODS[name] for name in ("dense", "muon", "powersgd", "topk", "dct_dp")},
-    "demo": Demo(k=32),
-    "quant_dp": QuantDp(bits=8),
-    "local_sgd": LocalSgd(steps=30),
-    "sparse_loco": SparseLoco(steps=30),
-    "muloco": LocalSgd(steps=30),
+DENSE = gpt.METHODS["dense"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What is compared.
+
+    Attributes:
+      label: its name in tables.
+      method: how the workers exchange gradients.
+      optimizer: of the layers' matrices.
+      baseline: the entry that it is compared with; itself for a dense one.
+      is_cut: whether it is a boundary of `benchmarks.gpt`, of the entry's name, between the stages of one worker.
+    """
+
+    label: str
+    method: Method = DENSE
+    optimizer: Optimizer = "adam"
+    baseline: str = "dense"
+    is_cut: bool = False
+
+
+METHODS = {
+    "dense": Entry("dense, Adam"),
+    "muon": Entry("dense, Muon", optimizer="muon"),
+    "powersgd": Entry("`powersgd(4)`", gpt.METHODS["powersgd"]),
+    "topk": Entry("`topk(0.99)`", gpt.METHODS["topk"]),
+    "dct_dp": Entry("`dct_dp(0.99)`, `life_span` of 100", gpt.METHODS["dct_dp"]),
+    "demo": Entry("`demo(32)`", Demo(k=32), "sign"),
+    "quant_dp": Entry("`quant_dp(8)`", QuantDp(bits=8)),
+    "local_sgd": Entry("DiLoCo: `local_sgd(30)`", LocalSgd(steps=30)),
+    "sparse_loco": Entry("`sparse_loco(30)`", SparseLoco(steps=30)),
+    "muloco": Entry("MuLoCo: `local_sgd(30)` after Muon", LocalSgd(steps=30), "muon", "muon"),
 }
-OPTIMIZERS: dict[str, Optimizer] = {"muon": "muon", "muloco": "muon", "demo": "sign"}  # the others use Adam
-BASELINES = ("dense", "muon")  # muloco is compared with muon, the others with dense
+BOUNDARIES = {
+    "dense": Entry("whole activations", is_cut=True),
+    "all d": Entry("d numbers: the layers alone", is_cut=True),
+    "d/8": Entry("d/8 numbers", is_cut=True),
+    "d/16": Entry("d/16 numbers", is_cut=True),
+    "d/128": Entry("one number", is_cut=True),
+    "d/8, 4 bits": Entry("d/8 numbers of 4 bits", is_cut=True),
+    "4 bits": Entry('4 bits, `dct_mp(0.0, value_dtype="int4")`', is_cut=True),
+    "dct_mp, 90%": Entry("`dct_mp(0.9)`", is_cut=True),
+    "dct_mp, 95%": Entry("`dct_mp(0.95)`", is_cut=True),
+}
+COMPARED = {"methods": METHODS, "boundaries": BOUNDARIES}
+STAGES = 3  # of a model, where boundaries are compared
 NOISE = 0.02  # nats between the seeds of a baseline, at most
-LABELS = {
-    "dense": "dense, Adam",
-    "muon": "dense, Muon",
-    "powersgd": "`powersgd(4)`",
-    "topk": "`topk(0.99)`",
-    "dct_dp": "`dct_dp(0.99)`, `life_span` of 100",
-    "demo": "`demo(32)`",
-    "quant_dp": "`quant_dp(8)`",
-    "local_sgd": "DiLoCo: `local_sgd(30)`",
-    "sparse_loco": "`sparse_loco(30)`",
-    "muloco": "MuLoCo: `local_sgd(30)` after Muon",
-}
 MARKS = ("<!-- records -->", "<!-- end of records -->")
 
 
@@ -74,6 +103,8 @@ MARKS = ("<!-- records -->", "<!-- end of records -->")
 class Config:
     """Train a ladder of GPTs by every method, and predict the last rung from the others."""
 
+    compare: Literal["methods", "boundaries"] = "methods"
+    """Methods of workers, or boundaries between the three stages of one worker."""
     experiment: str = "gpt_linux"  # The text: gpt_linux, which you prepare, or gpt_stdlib.
     widths: str = "48,64,96,128"  # Features of a token, of every rung, separated by commas.
     layers: int = 4  # Layers of every model.
@@ -173,7 +204,8 @@ def settings(config: Config) -> Record:
         )
     names = ("layers", "bytes_per_parameter", "warm_up", "batch", "workers", "evaluations")
     rows = open_split(dataset, "train", config.data_dir).identity
-    return {"dataset": dataset, **rows, "length": info.length} | {name: getattr(config, name) for name in names}
+    about = {"dataset": dataset, **rows, "length": info.length} | {name: getattr(config, name) for name in names}
+    return about if config.compare == "methods" else about | {"workers": 1, "stages": STAGES}
 
 
 class Ladder:
@@ -187,6 +219,7 @@ class Ladder:
         """
         records.check_same(about, lambda record: record.get("about", {}))
         self.config, self.records, self.about = config, records, about
+        self.entries = COMPARED[config.compare]
         self.stop = time.monotonic() + 3600 * config.hours
         self.rates = harness.numbers("--rates", config.rates, float)
         self.rungs = rungs_of(config, about["length"])
@@ -211,19 +244,20 @@ class Ladder:
 
     def _train(self, rung: Rung) -> bool:
         """Trains a rung by every method; returns False if the time is over."""
-        for name in METHODS:
+        for name in self.entries:
             trainer = None
             while (trial := self._next_trial(rung, name)) is not None:
                 if time.monotonic() >= self.stop:
                     return False
-                trainer = trainer or self._trainer(rung, name, self.config.workers)
+                trainer = trainer or self._trainer(rung, name, self.about["workers"])
                 rate, seed = trial
                 key = self._run_key(rung, name, rate, seed)
                 run = self.records.add(key | _today() | trainer.run(rate, seed, self.config.evaluations))
                 print(f"{rung.size:,} {name} {rate:g} seed {seed}: {run['loss']}, {run['seconds']:.0f} s", flush=True)
-            key = self._key("worker's step", rung, name)
-            self.records.get(key, lambda rung=rung, name=name: _today() | self._time(rung, name))
-            if name in BASELINES:
+            if not self.entries[name].is_cut:
+                key = self._key("worker's step", rung, name)
+                self.records.get(key, lambda rung=rung, name=name: _today() | self._time(rung, name))
+            if any(entry.baseline == name for entry in self.entries.values()):
                 self.check_baseline(rung, name)
         return True
 
@@ -256,16 +290,19 @@ class Ladder:
         return self.config.last_seeds if rung == self.rungs[-1] else self.config.seeds
 
     def _trainer(self, rung: Rung, name: str, workers: int) -> Trainer:
-        rows = self.config.batch * workers // self.config.workers
+        entry, all_workers = self.entries[name], self.about["workers"]
+        rows = self.config.batch * workers // all_workers
+        cut = {"boundary": gpt.boundaries(rung.width)[name], "stages": STAGES} if entry.is_cut else {}
         return Trainer(
             Text(self.about["dataset"], self.config.data_dir, rows),
             self.config.layers,
             rung.width,
-            METHODS[name],
-            OPTIMIZERS.get(name, "adam"),
+            entry.method,
+            entry.optimizer,
             workers=workers,
             steps=rung.steps,
             warm_up=round(self.config.warm_up * rung.steps),
+            **cut,
         )
 
     def _time(self, rung: Rung, name: str) -> Record:
@@ -273,7 +310,7 @@ class Ladder:
 
     def _key(self, of: str, rung: Rung, name: str | None = None) -> Record:
         key = {"of": of, "about": self.about, "width": rung.width}
-        return key | ({"method": name, "setting": label(METHODS[name])} if name else {})
+        return key | ({"method": name, "setting": label(self.entries[name].method)} if name else {})
 
     def _run_key(self, rung: Rung, name: str, rate: float, seed: int) -> Record:
         return self._key("run", rung, name) | {"rate": rate, "seed": seed}
@@ -318,25 +355,27 @@ class Ladder:
         """Records the losses and gaps of the last rung, from the others."""
         *first, last = self.rungs
         sizes = [rung.size for rung in first]
-        losses = {name: [self.final(rung, name) or [] for rung in first] for name in METHODS}
+        losses = {name: [self.final(rung, name) or [] for rung in first] for name in self.entries}
         law = PowerLaw.fit(
             sizes, {name: [statistics.fmean(seeds) for seeds in rungs] for name, rungs in losses.items()}
         )
         drawn = [PowerLaw.fit(sizes, means) for means in draws(losses)]
 
         def gap(law: PowerLaw, name: str) -> float:
-            return law.loss(name, last.size) - law.loss(baseline(name), last.size)
+            return law.loss(name, last.size) - law.loss(self.entries[name].baseline, last.size)
 
         return self.records.add(
             self._key("prediction", last)
             | _today()
             | {
-                "rates": {name: self.best(first[-1], name) for name in METHODS},
+                "rates": {name: self.best(first[-1], name) for name in self.entries},
                 "E": law.E,
-                "losses": {name: law.loss(name, last.size) for name in METHODS},
-                "loss_intervals": {name: interval([one.loss(name, last.size) for one in drawn]) for name in METHODS},
-                "gaps": {name: gap(law, name) for name in METHODS},
-                "gap_intervals": {name: interval([gap(one, name) for one in drawn]) for name in METHODS},
+                "losses": {name: law.loss(name, last.size) for name in self.entries},
+                "loss_intervals": {
+                    name: interval([one.loss(name, last.size) for one in drawn]) for name in self.entries
+                },
+                "gaps": {name: gap(law, name) for name in self.entries},
+                "gap_intervals": {name: interval([gap(one, name) for one in drawn]) for name in self.entries},
             }
         )
 
@@ -354,26 +393,26 @@ class Ladder:
         """Returns the tables of what is recorded, by title."""
         tables = {}
         for rung in self.rungs[:-1]:
-            rows = [self._sweep(rung, name) for name in METHODS if self._tried(rung, name)]
+            rows = [self._sweep(rung, name) for name in self.entries if self._tried(rung, name)]
             if rows:
                 title = f"{rung.size:,} parameters ({rung.width} features), {rung.steps:,} steps: loss by learning rate"
                 tables[title] = rows
         done = [rung for rung in self.rungs if self.final(rung, "dense")]
         if done:
             tables["Loss of the best rate, minus the baseline's"] = [
-                self._gaps(done, name) for name in METHODS if self.final(done[0], name)
+                self._gaps(done, name) for name in self.entries if self.final(done[0], name)
             ]
             tables[f"Bytes and time, {done[-1].size:,} parameters"] = [
-                self._costs(done[-1], name) for name in METHODS if self.final(done[-1], name)
+                self._costs(done[-1], name) for name in self.entries if self.final(done[-1], name)
             ]
         prediction = self.records.find(self._key("prediction", self.rungs[-1]))
         if prediction is not None:
             title = f"Predicted for {self.rungs[-1].size:,} parameters on {prediction['day']}, and measured"
-            tables[title] = [self._outcome(prediction, name) for name in METHODS]
+            tables[title] = [self._outcome(prediction, name) for name in self.entries]
         return tables
 
     def _sweep(self, rung: Rung, name: str) -> Record:
-        row: Record = {"method": LABELS[name]}
+        row: Record = {"method": self.entries[name].label}
         for rate in self.rates:
             losses = self.losses(rung, name, rate)
             spread = f" ({max(losses) - min(losses):.3f})" if len(losses) > 1 else ""
@@ -381,10 +420,10 @@ class Ladder:
         return row | {"best": self.best(rung, name)}
 
     def _gaps(self, rungs: Sequence[Rung], name: str) -> Record:
-        row: Record = {"method": LABELS[name]}
-        complete = [rung for rung in rungs if self.final(rung, name) and self.final(rung, baseline(name))]
+        row: Record = {"method": self.entries[name].label}
+        complete = [rung for rung in rungs if self.final(rung, name) and self.final(rung, self.entries[name].baseline)]
         for rung in rungs:
-            losses, others = (self.final(rung, n) or [] for n in (name, baseline(name)))
+            losses, others = (self.final(rung, n) or [] for n in (name, self.entries[name].baseline))
             if rung not in complete:
                 text = None
             elif name == "dense":
@@ -397,14 +436,16 @@ class Ladder:
 
     def _trend(self, rungs: Sequence[Rung], name: str) -> str | None:
         """Returns what the gap grows by when the parameters double, and its interval; None below two rungs."""
-        if len(rungs) < 2 or name == baseline(name):
+        if len(rungs) < 2 or name == self.entries[name].baseline:
             return None
         seeds = self.config.seeds
-        losses = {n: [(self.final(rung, n) or [])[:seeds] for rung in rungs] for n in (name, baseline(name))}
+        losses = {
+            n: [(self.final(rung, n) or [])[:seeds] for rung in rungs] for n in (name, self.entries[name].baseline)
+        }
         x = np.log2([rung.size for rung in rungs])
 
         def slope(means: Mapping[str, Any]) -> float:
-            return float(np.polyfit(x, np.asarray(means[name]) - np.asarray(means[baseline(name)]), 1)[0])
+            return float(np.polyfit(x, np.asarray(means[name]) - np.asarray(means[self.entries[name].baseline]), 1)[0])
 
         low, high = interval([slope(means) for means in draws(losses)])
         return f"{slope({n: np.mean(rows, axis=1) for n, rows in losses.items()}):+.3f} ({low:+.3f} to {high:+.3f})"
@@ -421,19 +462,20 @@ class Ladder:
         own, dense = (self._best_runs(rung, n)[0]["bytes_per_step"] for n in (name, "dense"))
         timed = self.records.find(self._key("worker's step", rung, name))
         seconds = self._seconds(rung, name)
-        return {
-            "method": LABELS[name],
+        row = {
+            "method": self.entries[name].label,
             "bytes a step": round(own),
             "fewer than dense": round(dense / own, 1),
             "a worker's step, ms": timed and round(1e3 * timed["seconds"], 1),
             f"run at {self.config.rate}, s": seconds and round(rung.steps * seconds),
         }
+        return {column: value for column, value in row.items() if value is not None}  # boundaries are not timed here
 
     def _outcome(self, prediction: Record, name: str) -> Record:
-        last, own = self.rungs[-1], baseline(name)
+        last, own = self.rungs[-1], self.entries[name].baseline
         losses, others = self.final(last, name), self.final(last, own)
         loss, (low, high) = prediction["losses"][name], prediction["loss_intervals"][name]
-        row: Record = {"method": LABELS[name], "rate": prediction["rates"][name]}
+        row: Record = {"method": self.entries[name].label, "rate": prediction["rates"][name]}
         row |= {"loss predicted": f"{loss:.3f} ({low:.3f} to {high:.3f})"}
         row |= {"loss": f"{statistics.fmean(losses):.3f}" if losses else None}
         gap, (low, high) = prediction["gaps"][name], prediction["gap_intervals"][name]
@@ -445,7 +487,7 @@ class Ladder:
 
     def draw(self, path: Path) -> None:
         """Draws losses over parameters; and over bytes and time, of the largest model that is complete."""
-        done = [rung for rung in self.rungs if all(self.final(rung, name) for name in METHODS)]
+        done = [rung for rung in self.rungs if all(self.final(rung, name) for name in self.entries)]
         if not done:
             print("Nothing is drawn: no rung is complete.")
             return
@@ -459,20 +501,17 @@ class Ladder:
             losses = [(self.final(rung, name) or [])[:seeds] for rung in done]
             return [rung.size for rung in done], [list(seed) for seed in zip(*losses, strict=True)]
 
-        sent = {name: self._best_runs(top, name)[0]["bytes_per_step"] / 1e6 for name in METHODS}
-        seconds = {name: self._seconds(top, name) or math.nan for name in METHODS}
+        sent = {name: self._best_runs(top, name)[0]["bytes_per_step"] / 1e6 for name in self.entries}
+        seconds = {name: self._seconds(top, name) for name in self.entries}
         panels = {
-            "The end of every run": {name: by_size(name) for name in METHODS},
-            f"{top.size:,} parameters, by bytes": {n: over(n, lambda n, step: sent[n] * step) for n in METHODS},
-            f"{top.size:,} parameters, by time": {n: over(n, lambda n, step: seconds[n] * step) for n in METHODS},
+            "The end of every run": {name: by_size(name) for name in self.entries},
+            f"{top.size:,} parameters, by bytes": {n: over(n, lambda n, step: sent[n] * step) for n in self.entries},
         }
-        axes = ["parameters without tables", "MB received by a worker", f"seconds at {self.config.rate}"]
-        draw(path, panels, axes, "validation loss, nats a byte", x_scale="log", columns=3)
-
-
-def baseline(name: str) -> str:
-    """Returns the dense method that a method is compared with; Muon itself is compared with Adam."""
-    return "muon" if name == "muloco" else "dense"
+        axes = ["parameters without tables", "MB received by a device", f"seconds at {self.config.rate}"]
+        if all(seconds.values()):
+            by_time = {name: over(name, lambda name, step: (seconds[name] or 0) * step) for name in self.entries}
+            panels[f"{top.size:,} parameters, by time"] = by_time
+        draw(path, panels, axes[: len(panels)], "validation loss, nats a byte", x_scale="log", columns=len(panels))
 
 
 def write_tables(page: Path, tables: Mapping[str, Sequence[Record]]) -> None:

@@ -10,6 +10,8 @@ Hyperparameter Transfer", 2022, table 3. At `BASE` features all factors are 1. W
 | of these, the queries' | 1 / sqrt(m inputs) | 1 / (m sqrt(m)) | 1 / m |
 | logits | 1 / (m sqrt(BASE)) | 1 / m | 1 / m, by Adam |
 | biases and normalisations | 0 and 1 | 1 | 1, by Adam |
+| encoders of bottlenecks | orthonormal | 1 / m | 1 / m, by Adam |
+| decoders, anchors | the encoder, transposed; 0 | 1 | 1, by Adam |
 
 Adam's update of a matrix has elements of size 1, and its norm grows as m. Muon's, which is orthogonal and scaled to the
 same size of elements, has a norm that grows as sqrt(m). The number of heads is fixed, and queries shrink with width so
@@ -23,7 +25,8 @@ import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,9 +36,12 @@ import numpy as np
 import optax
 
 import jaxcomm as jc
-from configs.experiment import Architecture
+from configs.experiment import Architecture, BoundaryFields
 from configs.methods import Method
-from models.functional import Stage, apply, split
+from jaxcomm.kernels import noise
+from jaxcomm.layers.boundary import Boundary
+from models.bottleneck import decoders
+from models.functional import Graph, Stage, apply, split
 from train.architectures import make_model
 from train.data import dataset_info, eval_batches, train_batches
 from train.methods import make_exchange
@@ -48,17 +54,20 @@ GPT2 = 0.02  # standard deviation of the first values in `models.gpt`
 UPDATE = 0.2  # root mean square of Muon's updates of matrices, and of signs: about that of Adam's
 EVALUATION_ROWS = 64
 Optimizer = Literal["adam", "muon", "sign"]
+WHOLE = BoundaryFields()
 
 
 MATRICES = ("matrix", "query")
-Kind = Literal["table", "matrix", "query", "logits", "vector"]
+Kind = Literal["table", "matrix", "query", "logits", "vector", "encoder", "decoder"]
 
 
 def kind(path: Any) -> Kind:
-    """Returns what a parameter of `models.gpt` is, by its path."""
+    """Returns what a parameter of `models.gpt`, or of a bottleneck in it, is, by its path."""
     *_, parent, name = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
     if name in ("table", "places"):
         return "table"
+    if name in ("encoder", "decoder", "anchors"):
+        return "encoder" if name == "encoder" else "decoder"
     if name != "kernel":
         return "vector"
     return {"dense": "logits", "query": "query"}.get(parent, "matrix")
@@ -75,8 +84,7 @@ def first_values(params: Any, width: int) -> Any:
             "matrix": fan_in**-0.5,
             "query": (m * fan_in) ** -0.5,
             "logits": BASE**-0.5 / m,
-            "vector": GPT2,  # zeros and ones stay
-        }
+        } | dict.fromkeys(("vector", "encoder", "decoder"), GPT2)  # these stay
         return leaf * (deviation[kind(path)] / GPT2)
 
     return jax.tree_util.tree_map_with_path(scaled, params)
@@ -87,6 +95,7 @@ def rate_factors(params: Any, width: int, optimizer: Optimizer) -> Any:
     m = width / BASE
     matrix = m**-0.5 if optimizer == "muon" else 1 / m
     factors = {"table": 1.0, "matrix": matrix, "query": matrix * m**-0.5, "logits": 1 / m, "vector": 1.0}
+    factors |= {"encoder": 1 / m, "decoder": 1.0}
     return jax.tree_util.tree_map_with_path(lambda path, _: factors[kind(path)], params)
 
 
@@ -137,17 +146,56 @@ class Text:
         return list(eval_batches(self.dataset, global_batch=EVALUATION_ROWS, data_dir=self.data_dir))
 
 
-def model_of(text: Text, layers: int, width: int, seed: int = 0) -> Stage:
-    """Returns a GPT with the first values of a seed."""
-    architecture = Architecture("gpt", {"layers": layers, "width": width, "heads": HEADS})
+def model_of(text: Text, layers: int, width: int, seed: int = 0, cuts: tuple[int, ...] = (), rank: int = 0) -> Stage:
+    """Returns a GPT with the first values of a seed, and with bottlenecks at `cuts` if they have a rank."""
+    options = {"layers": layers, "width": width, "heads": HEADS}
+    architecture = Architecture("gpt", options, cuts, rank)
     model = split(make_model(architecture, text.info, "float32", seed))
     return model._replace(params=first_values(model.params, width))
+
+
+def stages_of(model: Stage, cuts: tuple[int, ...]) -> list[Stage]:
+    """Cuts a model that has its first values already; it has no running statistics."""
+
+    def stage(first: int, last: int) -> Stage:
+        graph = Graph(first, model.graph.training[first:last], model.graph.evaluation[first:last])
+        return Stage(graph, {block: model.params[block] for block in range(first, last)}, {})
+
+    return [stage(*edges) for edges in pairwise([0, *cuts, len(model.graph.training)])]
 
 
 def body_size(layers: int, width: int) -> int:
     """Returns the number of parameters without tables and logits."""
     matrices, vectors = 12 * width**2, 13 * width  # of a layer: attention 4, feed-forward 8; biases 9, normalisations 4
     return layers * (matrices + vectors) + 2 * width
+
+
+def crossed(x: jax.Array, boundary: Boundary, seed: jax.Array) -> jax.Array:
+    """Returns what the next stage reads of activations; back comes what a `Pipeline` would send back."""
+    travels = boundary.plan(x)
+    encoded = travels.encode(x)
+    return travels.decode(encoded._replace(values=_sent(travels, encoded.values, noise.make_key(seed))))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _sent(travels: Any, values: jax.Array, key: jax.Array) -> jax.Array:
+    del key
+    return _coded(travels.values_as, values)
+
+
+def _sent_forward(travels: Any, values: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return _sent(travels, values, key), key
+
+
+def _sent_backward(travels: Any, key: jax.Array, gradient: jax.Array) -> tuple[jax.Array, None]:
+    return _coded(travels.gradients_as(key), gradient), None
+
+
+_sent.defvjp(_sent_forward, _sent_backward)
+
+
+def _coded(codec: Any, values: jax.Array) -> jax.Array:
+    return codec.decode(codec.encode(values), values.size).astype(values.dtype)
 
 
 class Trainer:
@@ -164,14 +212,39 @@ class Trainer:
         workers: int,
         steps: int,
         warm_up: int,
+        boundary: BoundaryFields = WHOLE,
+        stages: int = 1,
     ):
-        """Traces nothing yet; `warm_up` is the number of steps in which the rate rises, before it falls by a cosine."""
-        self.text, self.layers, self.width, self.steps = text, layers, width, steps
-        model, task = model_of(text, layers, width), make_task(text.info, 0.0)
+        """Traces nothing yet.
+
+        Args:
+          text: the text.
+          layers: of the model.
+          width: features of a token.
+          method: how gradients are exchanged.
+          optimizer: of the matrices.
+          workers: K.
+          steps: of a run.
+          warm_up: the number of steps in which the rate rises, before it falls by a cosine.
+          boundary: between the stages.
+          stages: into which the model would be cut: here they run one after another.
+        """
+        self.text, self.steps, cuts = text, steps, ()
+        if stages > 1:
+            cuts = tuple(round(stage * (layers + 2) / stages) for stage in range(1, stages))
+        self._model = partial(model_of, text, layers, width, cuts=cuts, rank=boundary.rank)
+        model, task = self._model(), make_task(text.info, 0.0)
+        parts = stages_of(model, decoders(cuts) if boundary.rank else cuts)
+        sends = jc.dct_mp(boundary.sparsity, value_dtype=boundary.value_dtype)
         shape = optax.warmup_cosine_decay_schedule(0.0, 1.0, warm_up, steps)
 
         def loss_fn(params: Any, batch: Any) -> Any:
-            return task.loss(apply(model.graph, params, model.stats, batch, training=True)[0], batch)[0]
+            x: Any = None
+            for number, part in enumerate(parts):
+                x = x if number == 0 else crossed(x, sends, batch["seed"][0] + number)
+                own = {block: params[block] for block in part.params}
+                x, _ = apply(part.graph, own, part.stats, batch, x, training=True)
+            return task.loss(x, batch)[0]
 
         def step_of(rate: Any) -> jc.steps.TrainStep:
             chain = make_chain(method, optimizer, lambda count: rate * shape(count), width)
@@ -180,14 +253,24 @@ class Trainer:
         def evaluate(params: Any, batch: Any) -> Any:
             return task.rows(apply(model.graph, params, model.stats, batch, training=False)[0], batch)["loss"]
 
+        def run(graph: Graph, params: Any, x: Any, batch: Any) -> Any:
+            return apply(graph, params, {}, batch, x, training=True)[0]
+
         self._init = jax.jit(lambda params: step_of(0.0).init(params))
         self._step = jax.jit(lambda state, batch, rate: step_of(rate)(state, batch), donate_argnums=0)
         self._params = jax.jit(lambda state: step_of(0.0).params(state))
         self._evaluate = jax.jit(evaluate)
-        self.report = jc.wire_report(make_chain(method, optimizer, shape, width), model.params, workers)
+        if stages == 1:
+            self.received = jc.wire_report(make_chain(method, optimizer, shape, width), model.params, workers).received
+        else:
+            functions, shapes = [partial(run, part.graph) for part in parts], [part.params for part in parts]
+            pipeline = jc.Pipeline(functions, lambda *_: (jnp.zeros(()), {}), shapes, boundaries=[sends] * len(cuts))
+            batch = {"text": jax.ShapeDtypeStruct((text.batch, text.info.length + 1), jnp.uint8)}
+            costs = pipeline.report(jc.chain(jc.plump_dp(), optax.sgd(0.1)), batch, 1).boundaries
+            self.received = sum(cost.forward + cost.backward for cost in costs) / stages
 
     def run(self, rate: float, seed: int, evaluations: int) -> Record:
-        """Trains, and returns losses of the test split by step, bytes that a worker received by then, and seconds."""
+        """Trains, and returns losses of the test split by step, bytes that a device received by then, and seconds."""
         every, begin, used = -(-self.steps // evaluations), time.perf_counter(), time.process_time()
         marks = sorted({*range(every, self.steps, every), self.steps})
         state, rows = self._start(seed), self.text.rows(seed)
@@ -204,8 +287,8 @@ class Trainer:
             "loss": losses[-1],
             "losses": losses,
             "steps": marks,
-            "received": [self.report.received * step for step in marks],
-            "bytes_per_step": self.report.received,
+            "received": [self.received * step for step in marks],
+            "bytes_per_step": self.received,
             "seconds_per_step": statistics.median(seconds),
             "seconds": time.perf_counter() - begin,
             "cpu_seconds": time.process_time() - used,  # of all cores: does not depend on what else runs here
@@ -223,7 +306,7 @@ class Trainer:
         return {"seconds": statistics.median(seconds[1:]), "least": min(seconds[1:]), "most": max(seconds[1:])}
 
     def _start(self, seed: int) -> Any:
-        return self._init(model_of(self.text, self.layers, self.width, seed).params)
+        return self._init(self._model(seed=seed).params)
 
     def _loss(self, state: Any) -> float | None:
         params = self._params(state)

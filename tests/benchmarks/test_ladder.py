@@ -7,8 +7,8 @@ import subprocess
 import matplotlib.image
 import pytest
 
-from benchmarks import ladder
-from benchmarks.ladder import LABELS, MARKS, METHODS, OPTIMIZERS, Config, Ladder, markdown
+from benchmarks import gpt, ladder
+from benchmarks.ladder import BOUNDARIES, MARKS, METHODS, Config, Ladder, markdown
 from benchmarks.mup import Text, Trainer
 from tests.benchmarks.places import ROOT
 from train.records import Records
@@ -28,16 +28,21 @@ def trained(monkeypatch):
     runs, noise = [], {"dense": 0.01, "stop": 10**9}
 
     class Trainer:
-        def __init__(self, text, layers, width, method, optimizer, *, workers, steps, warm_up):
+        def __init__(self, text, layers, width, method, optimizer, *, workers, steps, warm_up, boundary=None, stages=1):
             self.width, self.size, self.workers = width, 12 * width**2 + 15 * width, workers
-            self.name = next(n for n, m in METHODS.items() if m == method and (n[:2] == "mu") == (optimizer == "muon"))
+            entries, self.all_workers = METHODS.items(), 4
+            self.name = next(n for n, e in entries if (e.method, e.optimizer) == (method, optimizer))
+            if boundary is not None:
+                assert (stages, method, optimizer) == (3, METHODS["dense"].method, "adam")
+                self.name = next(n for n, same in gpt.boundaries(width).items() if same == boundary)
+                self.all_workers = 1
 
         def run(self, rate, seed, evaluations):
-            assert self.workers == 4
+            assert self.workers == self.all_workers
             if len(runs) == noise["stop"]:
                 raise StopError
             runs.append((self.width, self.name, rate, seed))
-            A = 30 + 5 * list(METHODS).index(self.name)
+            A = 30 + 5 * list(METHODS if self.all_workers == 4 else BOUNDARIES).index(self.name)
             loss = 1 + A * self.size**-0.3 + 0.1 * (rate == 0.004) + noise["dense"] * seed / 2
             return {"loss": loss, "losses": [4.0, loss], "steps": [1, 2], "bytes_per_step": 5e5, "seconds": 1.0}
 
@@ -103,6 +108,18 @@ def test_the_search_of_a_rate(trained, config, monkeypatch, best, tried):
 def test_rates_are_refused():
     with pytest.raises(ValueError, match=r"--rates must rise; got 0\.004,0\.002"):
         ladder.main(Config(rates="0.004,0.002"))
+
+
+def test_boundaries_are_compared_alike(trained, config, tmp_path):
+    runs, _ = trained
+    options = {"compare": "boundaries", "widths": "32,64,96,130", "figure": tmp_path / "ladder.png"}
+    ladder.main(Config(**vars(config) | options))
+    assert runs == [(width, name, *trial) for width in (32, 64, 96) for name in BOUNDARIES for trial in TRIALS]
+    about = json.loads(config.json.read_text())[0]["about"]
+    assert (about["workers"], about["stages"]) == (1, 3)
+    assert matplotlib.image.imread(options["figure"]).std() > 0.05
+    with pytest.raises(ValueError, match="file of the same settings"):
+        ladder.main(config)
 
 
 def test_no_run_starts_late(trained, config, capsys):
@@ -189,7 +206,6 @@ def test_the_page_shows_the_records():
     records = json.loads(DATA.read_text())
     tables = Ladder(Config(), Records(DATA), records[0]["about"]).tables()
     assert markdown(tables) in PAGE.read_text()
-    assert LABELS.keys() == METHODS.keys()
 
 
 @pytest.mark.slow
@@ -197,8 +213,8 @@ def test_the_page_shows_the_records():
 def test_every_method_trains(name):
     """In 60 steps, two exchanges of the local methods, to less than a uniform guess (5.5 nats)."""
     text = Text("stdlib", None, 8)
-    optimizer = OPTIMIZERS.get(name, "adam")
-    trainer = Trainer(text, 1, 16, METHODS[name], optimizer, workers=2, steps=60, warm_up=6)
+    entry = METHODS[name]
+    trainer = Trainer(text, 1, 16, entry.method, entry.optimizer, workers=2, steps=60, warm_up=6)
     run = trainer.run(0.016, 0, 2)
     assert run["loss"] < run["losses"][0]
     assert run["loss"] < 5

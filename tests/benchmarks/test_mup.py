@@ -1,15 +1,21 @@
 """Initial values and rates against the rule, worked out by hand; and what the rule promises, at two widths."""
 
+import itertools
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
-from benchmarks import mup
-from benchmarks.mup import Text, Trainer, body_size, make_chain, model_of, rate_factors
+import jaxcomm as jc
+from benchmarks import gpt, mup
+from benchmarks.mup import BASE, Text, Trainer, body_size, make_chain, model_of, rate_factors, stages_of
 from configs.methods import LocalSgd, PlumpDp
+from models.bottleneck import decoders
 from models.functional import apply
+from train.tasks import make_task
 
 TEXT = Text("stdlib", None, 4)
 
@@ -49,6 +55,51 @@ def test_parameters_are_counted():
         leaves = jax.tree_util.tree_leaves_with_path(model_of(TEXT, layers, width).params)
         others = sum(leaf.size for path, leaf in leaves if mup.kind(path) in ("table", "logits"))
         assert body_size(layers, width) == sum(leaf.size for _, leaf in leaves) - others
+
+
+def test_rates_of_bottlenecks():
+    """At first they project, whatever the width; encoders sum over features, so that their rate falls with width."""
+    model = model_of(TEXT, 2, 96, cuts=(1, 3), rank=12)
+    encoder, decoder = model.params[1]["encoder"], model.params[2]["decoder"]
+    np.testing.assert_allclose(encoder.T @ encoder, np.eye(12), atol=1e-5)
+    np.testing.assert_array_equal(decoder, encoder.T)
+    names = ("encoder", "decoder", "anchors")
+    expected = {"encoder": 0.5, "decoder": 1, "anchors": 1}
+    assert by_name(rate_factors(model.params, 96, "adam"), names) == expected
+    assert by_name(rate_factors(model.params, 96, "muon"), names) == expected
+
+
+@pytest.mark.parametrize("name", ["dct_mp, 90%", "d/8"])
+def test_stages_in_one_piece_train_as_a_pipeline(name):
+    """Losses of three steps are those of the pipeline that sends."""
+    boundary = gpt.boundaries(BASE)[name]
+    trainer = Trainer(TEXT, 1, BASE, PlumpDp(), "adam", workers=1, steps=9, warm_up=1, boundary=boundary, stages=3)
+    cuts = (1, 2)
+    model = model_of(TEXT, 1, BASE, cuts=cuts, rank=boundary.rank)
+    parts, task = stages_of(model, decoders(cuts) if boundary.rank else cuts), make_task(TEXT.info, 0.0)
+
+    def run(graph, params, x, batch):
+        return apply(graph, params, {}, batch, x, training=True)[0]
+
+    pipeline = jc.Pipeline(
+        [partial(run, part.graph) for part in parts],
+        lambda x, batch: (task.loss(x, batch)[0], {}),
+        [part.params for part in parts],
+        boundaries=[jc.dct_mp(boundary.sparsity)] * 2,
+    )
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 0.01, 1, 9)
+    chain = jc.chain(jc.plump_dp(), optax.adam(schedule, b2=0.98))
+    step = jc.make_train_step(pipeline, chain, jc.make_mesh(data=1, stage=3))
+    states, losses = (step.init([part.params for part in parts]), trainer._start(0)), []
+    for batch in itertools.islice(TEXT.rows(0), 3):
+        sent, metrics = step(states[0], batch)
+        one, other = trainer._step(states[1], batch, jnp.float32(0.01))
+        states = sent, one
+        losses.append((float(metrics["loss"]), float(other["loss"])))
+    assert losses[2][0] < losses[0][0]
+    np.testing.assert_allclose(*np.transpose(losses), rtol=1e-5)
+    boundaries = pipeline.report(chain, batch, 1).boundaries
+    assert trainer.received == sum(cut.forward + cut.backward for cut in boundaries) / 3
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "muon"])
