@@ -66,14 +66,14 @@ def boundaries(width: int) -> dict[str, BoundaryFields]:
     """Returns the boundaries that are compared, for a model of so many features; d/128 is at least one number."""
     return {
         "dense": BoundaryFields(),
-        "dct_mp, 90%": BoundaryFields(0.9),
-        "dct_mp, 95%": BoundaryFields(0.95),
-        "4 bits": BoundaryFields(value_dtype="int4"),
-        "all d": BoundaryFields(rank=width),  # the layers of a bottleneck, without one
+        "dct_mp(0.9)": BoundaryFields(0.9),
+        "dct_mp(0.95)": BoundaryFields(0.95),
+        "int4": BoundaryFields(value_dtype="int4"),
+        "d": BoundaryFields(rank=width),  # the layers of a bottleneck, without one
         "d/8": BoundaryFields(rank=max(1, width // 8)),
         "d/16": BoundaryFields(rank=max(1, width // 16)),
         "d/128": BoundaryFields(rank=max(1, width // 128)),
-        "d/8, 4 bits": BoundaryFields(rank=max(1, width // 8), value_dtype="int4"),
+        "d/8 int4": BoundaryFields(rank=max(1, width // 8), value_dtype="int4"),
     }
 
 
@@ -82,7 +82,7 @@ class Config(HostOptions):
     """Train a GPT on real text by every method, or time its steps on hosts."""
 
     experiment: str = "gpt_linux"  # The text: gpt_linux, which you prepare, or gpt_stdlib.
-    methods: str = ",".join(METHODS)  # Methods, separated by commas.
+    methods: str = ""  # Methods, or with --stages boundaries, separated by commas; all if not given.
     layers: int = 2  # Layers of the model.
     width: int = 128  # Features of a token.
     steps: int = 700  # Training steps.
@@ -167,12 +167,9 @@ def experiment_of(config: Config, name: str = "dense") -> Experiment:
 
 def compared(config: Config) -> dict[str, Method]:
     """Returns the methods, the dense one first; with stages, the dense method for every boundary."""
-    if config.stages == 1:
-        names = config.methods.split(",")
-        return harness.choose(METHODS, ["dense", *(name for name in names if name != "dense")])
-    if config.methods != Config.methods:
-        raise ValueError(f"With --stages, --methods must be left out; got {config.methods}. Boundaries are compared.")
-    return dict.fromkeys(boundaries(config.width), METHODS["dense"])
+    known = METHODS if config.stages == 1 else dict.fromkeys(boundaries(config.width), METHODS["dense"])
+    names = config.methods.split(",") if config.methods else known
+    return harness.choose(known, ["dense", *(name for name in names if name != "dense")])
 
 
 def train_methods(config: Config, records: Records) -> None:

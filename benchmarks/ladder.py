@@ -84,14 +84,14 @@ METHODS = {
 }
 BOUNDARIES = {
     "dense": Entry("whole activations", is_cut=True),
-    "all d": Entry("d numbers: the layers alone", is_cut=True),
+    "d": Entry("d numbers: the layers alone", is_cut=True),
     "d/8": Entry("d/8 numbers", is_cut=True),
     "d/16": Entry("d/16 numbers", is_cut=True),
     "d/128": Entry("one number", is_cut=True),
-    "d/8, 4 bits": Entry("d/8 numbers of 4 bits", is_cut=True),
-    "4 bits": Entry('4 bits, `dct_mp(0.0, value_dtype="int4")`', is_cut=True),
-    "dct_mp, 90%": Entry("`dct_mp(0.9)`", is_cut=True),
-    "dct_mp, 95%": Entry("`dct_mp(0.95)`", is_cut=True),
+    "d/8 int4": Entry("d/8 numbers of 4 bits", is_cut=True),
+    "int4": Entry('4 bits, `dct_mp(0.0, value_dtype="int4")`', is_cut=True),
+    "dct_mp(0.9)": Entry("`dct_mp(0.9)`", is_cut=True),
+    "dct_mp(0.95)": Entry("`dct_mp(0.95)`", is_cut=True),
 }
 COMPARED = {"methods": METHODS, "boundaries": BOUNDARIES}
 STAGES = 3  # of a model, where boundaries are compared

@@ -1,5 +1,6 @@
 """The comparison on text: every method is trained and timed once, with the same settings."""
 
+import dataclasses
 import json
 import re
 
@@ -84,25 +85,33 @@ def test_seconds(trained, tmp_path, capsys, monkeypatch):
 
 @pytest.mark.parametrize("stages", [2, 3])
 def test_boundaries_of_stages(stages):
-    config = Config(**vars(SMALL) | {"stages": stages, "micro_batches": 2})
+    config = Config(**vars(SMALL) | {"stages": stages, "micro_batches": 2, "width": 32})
     runs = {name: gpt.experiment_of(config, name) for name in gpt.compared(config)}
     assert {(run.workers, run.stages, run.micro_batches) for run in runs.values()} == {(1, stages, 2)}
-    assert [(run.boundary.sparsity, run.boundary.value_dtype) for run in runs.values()] == [
-        (0, None),
-        (0.9, None),
-        (0, "int4"),
-    ]
+    width = config.width
+    assert {name: dataclasses.astuple(run.boundary) for name, run in runs.items()} == {
+        "dense": (0, None, 0),
+        "dct_mp(0.9)": (0.9, None, 0),
+        "dct_mp(0.95)": (0.95, None, 0),
+        "int4": (0, "int4", 0),
+        "d": (0, None, width),
+        "d/8": (0, None, width / 8),
+        "d/16": (0, None, width / 16),
+        "d/128": (0, None, 1),
+        "d/8 int4": (0, "int4", width / 8),
+    }
     assert set(gpt.compared(config).values()) == {METHODS["dense"]}
 
 
 @pytest.mark.slow
 def test_stages(tmp_path):
     sizes = "--experiment gpt_stdlib --layers 1 --width 8 --steps 4 --evaluations 2 --batch 4 --stages 2 --seeds 1"
-    options = ["--rate", "none", "--timed-steps", "2", "--json", str(tmp_path / "gpt.json")]
+    options = ["--methods", "int4,d/8", "--rate", "none", "--timed-steps", "2", "--json", str(tmp_path / "gpt.json")]
     rows = rows_of(run("gpt", *sizes.split(), *options, timeout=600)[0])
-    assert list(rows) == ["dense", "dct_mp, 90%", "4 bits"]
-    whole, bits = (float(rows[name]["bytes_per_step"].replace(",", "")) for name in ("dense", "4 bits"))
+    assert list(rows) == ["dense", "int4", "d/8"]
+    whole, bits, rank = (float(row["bytes_per_step"].replace(",", "")) for row in rows.values())
     assert whole > 5 * bits
+    assert whole > 7 * rank
     assert all(float(row["ms_per_step"].replace(",", "")) > 0 for row in rows.values())
 
 

@@ -69,7 +69,7 @@ def test_rates_of_bottlenecks():
     assert by_name(rate_factors(model.params, 96, "muon"), names) == expected
 
 
-@pytest.mark.parametrize("name", ["dct_mp, 90%", "d/8"])
+@pytest.mark.parametrize("name", ["dct_mp(0.9)", "d/8"])
 def test_stages_in_one_piece_train_as_a_pipeline(name):
     """Losses of three steps are those of the pipeline that sends."""
     boundary = gpt.boundaries(BASE)[name]
