@@ -12,7 +12,7 @@ what `configs/gpt_linux.py` or `gpt_stdlib` reads. The model is smaller than gpt
 With --hosts it instead times training steps of the same model and rows on the hosts of `benchmarks.netlab`, and keeps
 the times in the same file. The first command then also shows the seconds of a run: its steps times their mean time.
 
-    python -m benchmarks.gpt --data-dir FOLDER --stages 3 --rate 100mbit --json docs/data/gpt_stages.json
+    python -m benchmarks.gpt --data-dir FOLDER --stages 3 --rate 100mbit --json docs/data/gpt_stages_links.json
 
 With --stages, the model of one worker is cut into stages, and `boundaries` are compared instead of methods: first the
 time of steps on as many hosts, then the loss, unless --seeds is 0.

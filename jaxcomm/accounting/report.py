@@ -151,10 +151,27 @@ class PipelineReport:
       boundaries: the bytes of the boundary after every stage but the last.
       exchange: the exchange of one stage's gradients over the workers. Every stage costs the same: dense tensors have
         the size of the largest of any stage, and payloads have room for the stage that sends most of each.
+      micro_batches: M.
     """
 
     boundaries: list[BoundaryBytes]
     exchange: WireReport
+    micro_batches: int = 1
+
+    def boundary_seconds(self, rate: float, latency: float = 0.0) -> float:
+        """Predicts for how long a step waits, at least, for activations and their gradients.
+
+        A stage receives and sends one message after another: a micro-batch's activations and their gradients, over each
+        of its cuts. Over Gloo each takes a round trip. The stage with most of them counts. TCP takes longer where many
+        bytes follow a pause.
+
+        Args:
+          rate: of every link, bits a second in each direction.
+          latency: of a message, one way, seconds.
+        """
+        sizes = [cut.forward + cut.backward for cut in self.boundaries]
+        of_stages = [sizes[max(0, stage - 1) : stage + 1] for stage in range(len(sizes) + 1)]
+        return max(8 * sum(cuts) / rate + 4 * latency * self.micro_batches * len(cuts) for cuts in of_stages)
 
     def __str__(self) -> str:
         lines = []

@@ -179,6 +179,24 @@ def test_bytes_of_a_pipeline():
     assert job.dense == 2 * (32 * 64 * 4) / 2 + exchange
 
 
+def test_bytes_of_a_bottleneck():
+    """Sixteen numbers of each row cross instead of 64 features, with which dense is still counted."""
+    wide = PIPELINE | {"architecture": Architecture("mlp", {"hidden": (64, 64)}), "global_batch": 64}
+    learned, whole = (make(PlumpDp(), boundary=BoundaryFields(rank=rank), **wide) for rank in (16, 0))
+    layers = 2 * (1 / 2) * 4 * 64 * 16  # of the exchange: encoder and decoder share a slot of the stacked parameters
+    assert learned.report.received == whole.report.received - 2 * (32 * (64 - 16) * 4) / 2 + layers
+    assert learned.dense == whole.dense + layers
+
+
+@pytest.mark.slow
+def test_a_bottleneck_learns(tmp_path):
+    boundary = BoundaryFields(rank=8)
+    result = run(tmp_path, boundary=boundary, steps=30, **PIPELINE)
+    assert result.losses[-1] < result.losses[0] - 0.3
+    assert result.summary.method == "dct_dp-rank-8"
+    assert [line["step"] for line in metrics(tmp_path, DCT_DP, boundary)][-1] == 30
+
+
 @pytest.mark.slow
 def test_a_pipeline_learns(tmp_path):
     result = run(tmp_path, boundary=HALF, steps=30, **PIPELINE)

@@ -93,8 +93,17 @@ def test_names_of_boundaries():
             BoundaryFields(0.9),
             BoundaryFields(0.95, "float32"),
             BoundaryFields(value_dtype="int4"),
+            BoundaryFields(rank=16),
+            BoundaryFields(value_dtype="int4", rank=16),
         )
-    ] == ["plump_dp", "plump_dp-masked-0.9", "plump_dp-masked-0.95-float32", "plump_dp-masked-0-int4"]
+    ] == [
+        "plump_dp",
+        "plump_dp-masked-0.9",
+        "plump_dp-masked-0.95-float32",
+        "plump_dp-masked-0-int4",
+        "plump_dp-rank-16",
+        "plump_dp-rank-16-int4",
+    ]
     assert run_name(PlumpDp(p=2), BoundaryFields(0.5)) == "plump_dp-p2-masked-0.5"
 
 
@@ -327,13 +336,20 @@ def test_no_momentum_no_copy():
 def test_new_fields_in_records():
     """So that runs and checkpoints from before go on."""
     before = describe(EXPERIMENT, TopK())
-    new = {"pipeline_schedule", "delay", "fsdp", *(f"method.{name}" for name in ("residual_dtype", "start"))}
+    new = {
+        "pipeline_schedule",
+        "delay",
+        "fsdp",
+        "boundary.rank",
+        *(f"method.{name}" for name in ("residual_dtype", "start")),
+    }
     assert not new & set(before)
     assert "method.collective" not in describe(EXPERIMENT, PlumpDp())
     assert describe(EXPERIMENT, QuantDp(collective="two_shot"))["method.collective"] == "two_shot"
-    variant = dataclasses.replace(EXPERIMENT, pipeline_schedule="1f1b", delay=1, fsdp=2)
+    variant = {"pipeline_schedule": "1f1b", "delay": 1, "fsdp": 2, "boundary": BoundaryFields(rank=4)}
+    variant = dataclasses.replace(EXPERIMENT, **variant)
     after = describe(variant, TopK(residual_dtype="bfloat16", start=5))
-    fields = {"pipeline_schedule": "1f1b", "delay": 1, "fsdp": 2}
+    fields = {"pipeline_schedule": "1f1b", "delay": 1, "fsdp": 2, "boundary.rank": 4}
     assert after == before | fields | {"method.residual_dtype": "bfloat16", "method.start": 5}
 
 

@@ -158,7 +158,8 @@ class Pipeline:
             forward, backward = cut.bytes_each_way()
             boundaries.append(BoundaryBytes(count * forward, count * backward, count * cut.dense_bytes))
         with self.exchanging():
-            return PipelineReport(boundaries, wire_report(tx, self.exchanged_shapes(), workers, axis_name=axis_name))
+            exchange = wire_report(tx, self.exchanged_shapes(), workers, axis_name=axis_name)
+        return PipelineReport(boundaries, exchange, count)
 
     def exchanging(self, *, on_stages: bool = False) -> AbstractContextManager[None]:
         """Makes exchanges inside count each stage's own elements; `on_stages` inside the axis of stages."""

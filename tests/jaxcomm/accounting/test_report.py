@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import jaxcomm as jc
 from jaxcomm.accounting.hlo import read_program
 from jaxcomm.accounting.jaxpr import jaxpr_program, traced_program
-from jaxcomm.accounting.report import check_bytes, exchange_report
+from jaxcomm.accounting.report import BoundaryBytes, PipelineReport, check_bytes, exchange_report
 from jaxcomm.traffic import Program, Traffic
 from tests.jaxcomm.train_steps import init_state
 from tests.refusals import refused
@@ -441,3 +441,13 @@ def test_padding_of_a_reduce_scatter(tiles, padding, workers):
 def test_padding_of_an_all_reduce(operand, across, most):
     """With four workers; between slices a tile for each. Small all-reduces may be summed twice."""
     assert Traffic("all_reduce", operand, 4).in_tiles(across).operand_bytes == most
+
+
+def test_seconds_of_boundaries():
+    """By hand, for the stage in the middle: 4 micro-batches over 2 cuts, there and back, 0.1 s for each message."""
+    cuts = [BoundaryBytes(4000, 1000, 9000), BoundaryBytes(2000, 2000, 9000)]
+    report = PipelineReport(cuts, jc.wire_report(TX, PARAMS, 1), 4)
+    assert report.boundary_seconds(8e3) == pytest.approx(9)
+    assert report.boundary_seconds(8e3, 0.05) == pytest.approx(9 + 4 * 2 * 2 * 0.1)
+    assert PipelineReport(cuts[:1], report.exchange, 4).boundary_seconds(8e3, 0.05) == pytest.approx(5 + 4 * 2 * 0.1)
+    assert PipelineReport([], report.exchange, 4).boundary_seconds(8e3, 0.05) == 0
