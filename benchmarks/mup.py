@@ -10,7 +10,7 @@ Hyperparameter Transfer", 2022, table 3. At `BASE` features all factors are 1. W
 | of these, the queries' | 1 / sqrt(m inputs) | 1 / (m sqrt(m)) | 1 / m |
 | logits | 1 / (m sqrt(BASE)) | 1 / m | 1 / m, by Adam |
 | biases and normalisations | 0 and 1 | 1 | 1, by Adam |
-| encoders of bottlenecks | orthonormal | 1 / m | 1 / m, by Adam |
+| encoders of bottlenecks | see `models.bottleneck` | 1 / m | 1 / m, by Adam |
 | decoders, anchors | the encoder, transposed; 0 | 1 | 1, by Adam |
 
 Adam's update of a matrix has elements of size 1, and its norm grows as m. Muon's, which is orthogonal and scaled to the

@@ -13,7 +13,7 @@ import jaxcomm as jc
 from benchmarks import gpt, mup
 from benchmarks.mup import BASE, Text, Trainer, body_size, make_chain, model_of, rate_factors, stages_of
 from configs.methods import LocalSgd, PlumpDp
-from models.bottleneck import decoders
+from models.bottleneck import MULTIPLIER, decoders
 from models.functional import apply
 from train.tasks import make_task
 
@@ -60,7 +60,7 @@ def test_parameters_are_counted():
 def test_rates_of_bottlenecks():
     """At first they project, whatever the width; encoders sum over features, so that their rate falls with width."""
     model = model_of(TEXT, 2, 96, cuts=(1, 3), rank=12)
-    encoder, decoder = model.params[1]["encoder"], model.params[2]["decoder"]
+    encoder, decoder = (MULTIPLIER * model.params[block][name] for block, name in ((1, "encoder"), (2, "decoder")))
     np.testing.assert_allclose(encoder.T @ encoder, np.eye(12), atol=1e-5)
     np.testing.assert_array_equal(decoder, encoder.T)
     names = ("encoder", "decoder", "anchors")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.exchange import summary
+from benchmarks.ladder import BOUNDARIES
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,3 +44,22 @@ def test_the_first_lines_of_the_exchange(rate, name):
         ends = f"{row['times_faster_min']:.1f} to {row['times_faster_max']:.1f}"
         assert f"`{method}` {row['times_faster']:.1f} times ({ends})" in text.partition(name)[2].partition(";")[0]
     assert days(exchange_of("dct_dp", rate)) in text
+
+
+def test_the_boundaries_of_the_pipelines():
+    """Times, bytes and losses of the table; what is not run has no figure."""
+    page, data = (ROOT / "docs/measurements/pipelines.md").read_text(), ROOT / "docs/data"
+    rows = [line.split(" | ") for line in page.partition("## A boundary that learns")[2].splitlines() if "| " in line]
+    cells = dict(zip(BOUNDARIES, rows[2:], strict=True))
+    for record in json.loads((data / "gpt_stages_links.json").read_text()):
+        name, mean = record["method"], f"{record['ms_mean']:,.0f}"
+        if "delay" in record and record["delay"] != "none":
+            assert cells[name][4] == mean
+        else:
+            assert cells[name][1] == f"{record['bytes_kernel']:,.0f}"
+            assert cells[name][3] == f"{mean} ({record['ms_min']:,.0f}, {record['ms_max']:,.0f})"
+    losses = {row["method"]: row for row in json.loads((data / "ladder_boundaries.json").read_text())}
+    assert {(row["seed"], row["rate"]) for row in losses.values()} == {(0, 0.032)}
+    shown = {name: row[-1].strip(" |") for name, row in cells.items()}
+    expected = {name: f"{row['loss']:.3f}" for name, row in losses.items()}
+    assert {name: loss for name, loss in shown.items() if loss} == expected

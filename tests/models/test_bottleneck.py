@@ -47,6 +47,16 @@ def test_a_path_of_low_rank_from_the_first_step():
     assert np.linalg.norm(x - once) ** 2 == pytest.approx(np.linalg.norm(x) ** 2 - np.linalg.norm(once) ** 2, rel=1e-4)
 
 
+def test_adam_changes_matrices_by_a_tenth_of_the_rate():
+    """What crosses changes by 0.1 of what it would if the matrices were the parameters."""
+    model, _ = bottled(3)
+    batch, x = make_batch("gpt"), jnp.ones((4, 8, 8))
+    encoder = model.blocks[1]
+    before = encoder(x, batch)
+    encoder.encoder[...] += 0.01  # Adam's first update at a rate of 0.01, if all gradients are negative
+    close(encoder(x, batch) - before, np.full((4, 8, 3), 8 * 0.001))
+
+
 def test_anchors_are_of_the_token():
     model, _ = bottled(3)
     batch, decoder = make_batch("gpt"), model.blocks[2]

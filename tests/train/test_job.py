@@ -191,7 +191,7 @@ def test_bytes_of_a_bottleneck():
 @pytest.mark.slow
 def test_a_bottleneck_learns(tmp_path):
     boundary = BoundaryFields(rank=8)
-    result = run(tmp_path, boundary=boundary, steps=30, **PIPELINE)
+    result = run(tmp_path, boundary=boundary, steps=30, optimizer="adam", learning_rate=0.03, **PIPELINE)
     assert result.losses[-1] < result.losses[0] - 0.3
     assert result.summary.method == "dct_dp-rank-8"
     assert [line["step"] for line in metrics(tmp_path, DCT_DP, boundary)][-1] == 30
