@@ -63,3 +63,11 @@ def test_the_boundaries_of_the_pipelines():
     shown = {name: row[-1].strip(" |") for name, row in cells.items()}
     expected = {name: f"{row['loss']:.3f}" for name, row in losses.items()}
     assert {name: loss for name, loss in shown.items() if loss} == expected
+
+
+@pytest.mark.parametrize(("delay", "label"), [("none", "none"), ("50ms", "50 ms"), ("150ms", "150 ms")])
+def test_what_latency_costs(delay, label):
+    rows = {row["method"]: row for row in json.loads((ROOT / f"docs/data/exchange_delay_{delay}.json").read_text())}
+    times = {name: f"{row['ms_median']:,.0f}" for name, row in rows.items()}
+    faster = (f"{times[name]} ({rows[name]['times_faster']:.1f}x)" for name in ("topk", "dct_dp", "powersgd"))
+    assert f"| {label} | {times['plump_dp']} | {' | '.join(faster)} |" in text_of("docs/measurements/exchange.md")
