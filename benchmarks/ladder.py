@@ -60,14 +60,12 @@ class Entry:
       method: how the workers exchange gradients.
       optimizer: of the layers' matrices.
       baseline: the entry that it is compared with; itself for a dense one.
-      is_cut: whether it is a boundary of `benchmarks.gpt`, of the entry's name, between the stages of one worker.
     """
 
     label: str
     method: Method = DENSE
     optimizer: Optimizer = "adam"
     baseline: str = "dense"
-    is_cut: bool = False
 
 
 METHODS = {
@@ -82,16 +80,16 @@ METHODS = {
     "sparse_loco": Entry("`sparse_loco(30)`", SparseLoco(steps=30)),
     "muloco": Entry("MuLoCo: `local_sgd(30)` after Muon", LocalSgd(steps=30), "muon", "muon"),
 }
-BOUNDARIES = {
-    "dense": Entry("whole activations", is_cut=True),
-    "d": Entry("d numbers: the layers alone", is_cut=True),
-    "d/8": Entry("d/8 numbers", is_cut=True),
-    "d/16": Entry("d/16 numbers", is_cut=True),
-    "d/128": Entry("one number", is_cut=True),
-    "d/8 int4": Entry("d/8 numbers of 4 bits", is_cut=True),
-    "int4": Entry('4 bits, `dct_mp(0.0, value_dtype="int4")`', is_cut=True),
-    "dct_mp(0.9)": Entry("`dct_mp(0.9)`", is_cut=True),
-    "dct_mp(0.95)": Entry("`dct_mp(0.95)`", is_cut=True),
+BOUNDARIES = {  # of `benchmarks.gpt`, by their names there
+    "dense": Entry("whole activations"),
+    "d": Entry("d numbers: the layers alone"),
+    "d/8": Entry("d/8 numbers"),
+    "d/16": Entry("d/16 numbers"),
+    "d/128": Entry("one number"),
+    "d/8 int4": Entry("d/8 numbers of 4 bits"),
+    "int4": Entry('4 bits, `dct_mp(0.0, value_dtype="int4")`'),
+    "dct_mp(0.9)": Entry("`dct_mp(0.9)`"),
+    "dct_mp(0.95)": Entry("`dct_mp(0.95)`"),
 }
 COMPARED = {"methods": METHODS, "boundaries": BOUNDARIES}
 STAGES = 3  # of a model, where boundaries are compared
@@ -219,7 +217,7 @@ class Ladder:
         """
         records.check_same(about, lambda record: record.get("about", {}))
         self.config, self.records, self.about = config, records, about
-        self.entries = COMPARED[config.compare]
+        self.entries, self.is_cut = COMPARED[config.compare], config.compare == "boundaries"
         self.stop = time.monotonic() + 3600 * config.hours
         self.rates = harness.numbers("--rates", config.rates, float)
         self.rungs = rungs_of(config, about["length"])
@@ -254,7 +252,7 @@ class Ladder:
                 key = self._run_key(rung, name, rate, seed)
                 run = self.records.add(key | _today() | trainer.run(rate, seed, self.config.evaluations))
                 print(f"{rung.size:,} {name} {rate:g} seed {seed}: {run['loss']}, {run['seconds']:.0f} s", flush=True)
-            if not self.entries[name].is_cut:
+            if not self.is_cut:
                 key = self._key("worker's step", rung, name)
                 self.records.get(key, lambda rung=rung, name=name: _today() | self._time(rung, name))
             if any(entry.baseline == name for entry in self.entries.values()):
@@ -292,7 +290,7 @@ class Ladder:
     def _trainer(self, rung: Rung, name: str, workers: int) -> Trainer:
         entry, all_workers = self.entries[name], self.about["workers"]
         rows = self.config.batch * workers // all_workers
-        cut = {"boundary": gpt.boundaries(rung.width)[name], "stages": STAGES} if entry.is_cut else {}
+        cut = {"boundary": gpt.boundaries(rung.width)[name], "stages": STAGES} if self.is_cut else {}
         return Trainer(
             Text(self.about["dataset"], self.config.data_dir, rows),
             self.config.layers,

@@ -42,7 +42,7 @@ from jaxcomm.kernels import noise
 from jaxcomm.layers.boundary import Boundary
 from models.bottleneck import decoders
 from models.functional import Graph, Stage, apply, split
-from train.architectures import make_model
+from train.architectures import even_cuts, make_model
 from train.data import dataset_info, eval_batches, train_batches
 from train.methods import make_exchange
 from train.records import Record
@@ -229,9 +229,7 @@ class Trainer:
           boundary: between the stages.
           stages: into which the model would be cut: here they run one after another.
         """
-        self.text, self.steps, cuts = text, steps, ()
-        if stages > 1:
-            cuts = tuple(round(stage * (layers + 2) / stages) for stage in range(1, stages))
+        self.text, self.steps, cuts = text, steps, even_cuts(layers + 2, stages)
         self._model = partial(model_of, text, layers, width, cuts=cuts, rank=boundary.rank)
         model, task = self._model(), make_task(text.info, 0.0)
         parts = stages_of(model, decoders(cuts) if boundary.rank else cuts)

@@ -118,4 +118,9 @@ def choose_cuts(model: Model, stages: int, cuts: tuple[int, ...] | None) -> tupl
         layers_of = {2: ((late,), ()), 3: ((late,), (late,)), 5: ((middle, late), (middle, late))}
         if stages in layers_of and (stages < 5 or middle < late):
             return model.cuts_after_relu(encoder=layers_of[stages][0], decoder=layers_of[stages][1])
-    return tuple(round(stage * count / stages) for stage in range(1, stages))
+    return even_cuts(count, stages)
+
+
+def even_cuts(blocks: int, stages: int) -> tuple[int, ...]:
+    """Returns the cuts of a model into stages of nearly equally many blocks."""
+    return tuple(round(stage * blocks / stages) for stage in range(1, stages))

@@ -29,7 +29,8 @@ def run_name(
     name += "".join(f"-{way}" for way in (dense_layers, embeddings) if way != "exchange")
     if boundary is None or boundary == BoundaryFields():
         return name
-    name += f"-rank-{boundary.rank}" if boundary.rank else f"-masked-{boundary.sparsity:g}"
+    name += f"-rank-{boundary.rank}" if boundary.rank else ""
+    name += f"-masked-{boundary.sparsity:g}" if boundary.sparsity or not boundary.rank else ""
     return name if boundary.value_dtype is None else f"{name}-{boundary.value_dtype}"
 
 

@@ -95,6 +95,7 @@ def test_names_of_boundaries():
             BoundaryFields(value_dtype="int4"),
             BoundaryFields(rank=16),
             BoundaryFields(value_dtype="int4", rank=16),
+            BoundaryFields(0.5, rank=16),
         )
     ] == [
         "plump_dp",
@@ -103,6 +104,7 @@ def test_names_of_boundaries():
         "plump_dp-masked-0-int4",
         "plump_dp-rank-16",
         "plump_dp-rank-16-int4",
+        "plump_dp-rank-16-masked-0.5",
     ]
     assert run_name(PlumpDp(p=2), BoundaryFields(0.5)) == "plump_dp-p2-masked-0.5"
 
