@@ -156,22 +156,25 @@ class PipelineReport:
 
     boundaries: list[BoundaryBytes]
     exchange: WireReport
-    micro_batches: int = 1
+    micro_batches: int
 
     def boundary_seconds(self, rate: float, latency: float = 0.0) -> float:
         """Predicts for how long a step waits, at least, for activations and their gradients.
 
-        A stage receives and sends one message after another: a micro-batch's activations and their gradients, over each
-        of its cuts. Over Gloo each takes a round trip. The stage with most of them counts. TCP takes longer where many
-        bytes follow a pause.
+        A stage waits for a micro-batch's activations and then for their gradients. What it receives and sends travels at
+        the same time where both cuts send equally many bytes, and one after the other where not. Over Gloo each takes
+        a round trip. The stage that waits longest counts. TCP takes longer where many bytes follow a pause.
 
         Args:
           rate: of every link, bits a second in each direction.
           latency: of a message, one way, seconds.
         """
-        sizes = [cut.forward + cut.backward for cut in self.boundaries]
-        of_stages = [sizes[max(0, stage - 1) : stage + 1] for stage in range(len(sizes) + 1)]
-        return max(8 * sum(cuts) / rate + 4 * latency * self.micro_batches * len(cuts) for cuts in of_stages)
+        waits = []
+        for stage in range(len(self.boundaries) + 1):
+            cuts = self.boundaries[max(0, stage - 1) : stage + 1]
+            messages = [*{cut.forward for cut in cuts}, *{cut.backward for cut in cuts}]
+            waits.append(8 * sum(messages) / rate + 2 * latency * self.micro_batches * len(messages))
+        return max(waits)
 
     def __str__(self) -> str:
         lines = []

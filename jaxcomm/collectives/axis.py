@@ -181,6 +181,26 @@ def zeros_of(kind: jax.ShapeDtypeStruct) -> jax.Array:
     return lax.pcast(zeros, names, to="varying") if names else zeros
 
 
+def at_positions(branches: Mapping[int, Callable[..., Any]], axis_name: AxisName, *args: Any) -> Any:
+    """Runs the function of this position of an axis; positions without one return zeros and run none.
+
+    Args:
+      branches: functions by position, with results of the same shapes.
+      axis_name: the axis.
+      args: of every function.
+    """
+    size = axis_size(axis_name)
+    functions = [lambda *args, branch=branch: to_varying(branch(*args), axis_name) for branch in branches.values()]
+    if len(functions) == size == 1:
+        return functions[0](*args)
+    index = np.full(size, len(functions), np.int32)
+    index[list(branches)] = np.arange(len(functions))
+    if len(functions) < size:
+        kinds = jax.eval_shape(functions[0], *args)
+        functions.append(lambda *_: jax.tree.map(zeros_of, kinds))
+    return lax.switch(jnp.asarray(index)[lax.axis_index(axis_name)], functions, *args)
+
+
 def check_per_worker(gradients: PyTree, axis_name: str) -> None:
     """Refuses gradients that are already reduced.
 

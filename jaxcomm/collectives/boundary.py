@@ -1,8 +1,8 @@
-"""Activations from one stage of a model to the next, and their gradients back: one permutation of words each way."""
+"""Activations from one stage of a model to the next, and their gradients back: permutations of words."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from jax import lax
 
 from jaxcomm.codecs.tiles import GradientLevels, Tiles
 from jaxcomm.codecs.values import ValueCodec
-from jaxcomm.collectives.axis import AxisName, to_varying, zeros_of, zeros_varying_as
+from jaxcomm.collectives.axis import AxisName, at_positions, zeros_varying_as
 from jaxcomm.kernels import noise
 from jaxcomm.kernels.scopes import DECODE, ENCODE, EXCHANGE
 
@@ -27,14 +27,6 @@ class Encoded(NamedTuple):
     words: jax.Array
 
 
-class Route(NamedTuple):
-    """An axis of a mesh, and the positions of sender and receiver."""
-
-    axis_name: AxisName
-    source: int
-    target: int
-
-
 class Format(Protocol):
     """How the values of one array of activations travel, and their gradient back; see `jaxcomm.layers.activations`."""
 
@@ -48,106 +40,130 @@ class Format(Protocol):
         ...
 
 
-def send(
-    formats: Sequence[Format],
-    encoded: list[Encoded],
-    axis_name: AxisName,
-    source: int,
-    key: jax.Array,
-    target: int | None = None,
-) -> list[Encoded]:
-    """Moves arrays from one position of an axis to another, in one permutation; all others receive zeros.
+class Route(NamedTuple):
+    """Arrays that cross from one position of an axis to another.
 
-    Gradients of the values travel back the same way when the result is differentiated.
+    Attributes:
+      formats: the format of each array.
+      source: the sender's position.
+      target: the receiver's.
+    """
+
+    formats: tuple[Format, ...]
+    source: int
+    target: int
+
+
+def send(
+    routes: Sequence[Route], encoded: list[list[Encoded]], axis_name: AxisName, keys: list[jax.Array]
+) -> list[list[Encoded]]:
+    """Moves arrays over routes of different senders and receivers; everyone else receives zeros.
+
+    Routes with equally many words share one permutation, so that they are on their way at the same time. Gradients of
+    the values travel back the same way when the result is differentiated.
 
     Args:
-      formats: the format of each array.
-      encoded: the arrays; only the sender's are read.
+      routes: what crosses, with no two senders or receivers alike.
+      encoded: the arrays of each route; only its sender's are read.
       axis_name: the axis of stages.
-      source: the sender's position.
-      key: () uint32, the seed of random rounding, the same on both sides.
-      target: the receiver's position, by default the one after the sender's.
+      keys: () uint32 for each route, the seed of random rounding, the same on both sides.
 
     Returns:
-      The arrays, on the receiver. It receives 4 bytes a word, for values and positions; in the backward pass, so does
-      the sender.
+      The arrays of each route, on its receiver. It receives 4 bytes a word, for values and positions; in the backward
+      pass, so does the sender.
     """
-    route = Route(axis_name, source, source + 1 if target is None else target)
-    values, words = [item.values for item in encoded], [item.words for item in encoded]
-    return [Encoded(*pair) for pair in zip(*_send(tuple(formats), route, values, words, key), strict=True)]
+    values = [[item.values for item in items] for items in encoded]
+    words = [[item.words for item in items] for items in encoded]
+    return _encoded(*_send(tuple(routes), axis_name, values, words, keys))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _send(formats, route, values, words, key):
-    del key
-    arrived = send_forward(formats, route, [Encoded(*pair) for pair in zip(values, words, strict=True)])
-    return [item.values for item in arrived], [item.words for item in arrived]
+def _send(routes, axis_name, values, words, keys):
+    del keys
+    arrived = send_forward(routes, _encoded(values, words), axis_name)
+    return [[item.values for item in items] for items in arrived], [[item.words for item in items] for items in arrived]
 
 
-def _send_forward(formats, route, values, words, key):
-    return _send(formats, route, values, words, key), key
+def _send_forward(routes, axis_name, values, words, keys):
+    return _send(routes, axis_name, values, words, keys), keys
 
 
-def _send_backward(formats, route, key, gradients):
-    return send_backward(formats, route, gradients[0], key), None, None
+def _send_backward(routes, axis_name, keys, gradients):
+    return send_backward(routes, gradients[0], axis_name, keys), None, None
 
 
 _send.defvjp(_send_forward, _send_backward)
 
 
-def send_forward(formats: Sequence[Format], route: Route, encoded: list[Encoded]) -> list[Encoded]:
+def send_forward(routes: Sequence[Route], encoded: Sequence[list[Encoded]], axis_name: AxisName) -> list[list[Encoded]]:
     """Moves arrays as `send` does, without a gradient."""
-    return _permute([item.values_as for item in formats], route, encoded)
+    return _permute(
+        [
+            _Message([item.values_as for item in formats], items, source, target)
+            for (formats, source, target), items in zip(routes, encoded, strict=True)
+        ],
+        axis_name,
+    )
 
 
 def send_backward(
-    formats: Sequence[Format], route: Route, gradients: list[jax.Array], key: jax.Array
-) -> list[jax.Array]:
-    """Moves the gradients of what was received back over the route; returns zeros except on the sender."""
-    key = noise.make_key(key, 1)
-    codecs = [item.gradients_as(noise.make_key(key, number)) for number, item in enumerate(formats)]
-    encoded = [Encoded(gradient, zeros_varying_as((0,), jnp.uint32, gradient)) for gradient in gradients]
-    return_route = Route(route.axis_name, route.target, route.source)
-    return [item.values for item in _permute(codecs, return_route, encoded)]
+    routes: Sequence[Route], gradients: Sequence[list[jax.Array]], axis_name: AxisName, keys: Sequence[jax.Array]
+) -> list[list[jax.Array]]:
+    """Moves the gradients of what was received back over each route; returns zeros except on its sender."""
+    messages = []
+    for (formats, source, target), items, route_key in zip(routes, gradients, keys, strict=True):
+        key = noise.make_key(route_key, 1)
+        codecs = [item.gradients_as(noise.make_key(key, number)) for number, item in enumerate(formats)]
+        encoded = [Encoded(gradient, zeros_varying_as((0,), jnp.uint32, gradient)) for gradient in items]
+        messages.append(_Message(codecs, encoded, target, source))
+    return [[item.values for item in items] for items in _permute(messages, axis_name)]
 
 
-def _permute(
-    codecs: Sequence[ValueCodec | Tiles | GradientLevels], route: Route, encoded: list[Encoded]
-) -> list[Encoded]:
-    """Moves the values and positions of all arrays as one buffer of 32-bit words, each with its codec of values.
+def _encoded(values: list[list[jax.Array]], words: list[list[jax.Array]]) -> list[list[Encoded]]:
+    return [[Encoded(*pair) for pair in zip(*items, strict=True)] for items in zip(values, words, strict=True)]
 
-    Returns:
-      The arrays on the receiver; zeros elsewhere.
-    """
+
+class _Message(NamedTuple):
+    """The arrays of a route, in one direction, as one buffer of 32-bit words; each has its codec of values."""
+
+    codecs: Sequence[ValueCodec | Tiles | GradientLevels]
+    encoded: list[Encoded]
+    source: int
+    target: int
 
     @jax.named_scope(ENCODE)
-    def write() -> jax.Array:
+    def write(self) -> jax.Array:
         parts = []
-        for codec, item in zip(codecs, encoded, strict=True):
+        for codec, item in zip(self.codecs, self.encoded, strict=True):
             parts += [codec.encode(item.values), item.words]
         return jnp.concatenate(parts)
 
     @jax.named_scope(DECODE)
-    def read() -> list[Encoded]:
+    def read(self, buffer: jax.Array) -> list[Encoded]:
         arrived, start = [], 0
-        for codec, item in zip(codecs, encoded, strict=True):
+        for codec, item in zip(self.codecs, self.encoded, strict=True):
             middle = start + jax.eval_shape(codec.encode, item.values).size
             values = codec.decode(buffer[start:middle], item.values.size).astype(item.values.dtype)
             start = middle + item.words.size
             arrived.append(Encoded(values, buffer[middle:start]))
         return arrived
 
-    buffer = _only_at(route.source, route.axis_name, write)
-    with jax.named_scope(EXCHANGE):
-        buffer = lax.ppermute(buffer, route.axis_name, [(route.source, route.target)])
-    return _only_at(route.target, route.axis_name, read)
 
+def _permute(messages: list[_Message], axis_name: AxisName) -> list[list[Encoded]]:
+    """Moves messages, those of one size in one permutation.
 
-def _only_at(position: int, axis_name: AxisName, function: Callable[[], Any]) -> Any:
-    """Runs a function at one position of an axis; all others return zeros without running it."""
-
-    def run() -> Any:
-        return to_varying(function(), axis_name)
-
-    kinds = jax.eval_shape(run)
-    return lax.cond(lax.axis_index(axis_name) == position, run, lambda: jax.tree.map(zeros_of, kinds))
+    Returns:
+      The arrays of each message on its receiver; zeros elsewhere.
+    """
+    sizes = [jax.eval_shape(message.write).size for message in messages]
+    buffers = {}
+    for size in dict.fromkeys(sizes):
+        together = [message for message, own_size in zip(messages, sizes, strict=True) if own_size == size]
+        buffer = at_positions({message.source: message.write for message in together}, axis_name)
+        with jax.named_scope(EXCHANGE):
+            pairs = [(message.source, message.target) for message in together]
+            buffers[size] = lax.ppermute(buffer, axis_name, pairs)
+    return [
+        at_positions({message.target: message.read}, axis_name, buffers[size])
+        for message, size in zip(messages, sizes, strict=True)
+    ]

@@ -16,7 +16,7 @@ from jaxcomm.checks import check_range, check_sparsity
 from jaxcomm.codecs.tiles import Tiles
 from jaxcomm.codecs.values import VALUE_DTYPES, ValueCodec, value_codec
 from jaxcomm.collectives.axis import AxisName, axis_size
-from jaxcomm.collectives.boundary import send
+from jaxcomm.collectives.boundary import Route, send
 from jaxcomm.kernels import noise
 from jaxcomm.layers.activations import Largest, Whole
 from jaxcomm.selectors.topk import n_kept
@@ -138,7 +138,7 @@ def masked_boundary(
         check_range(name, position, f"a position on the axis of {size}", holds, "Positions count from 0")
     check_range("target", target, "another position than source", source != target, "Nothing has to move")
     leaves, tree = jax.tree.flatten(x)
-    formats = [boundary.plan(leaf) for leaf in leaves]
+    formats = tuple(boundary.plan(leaf) for leaf in leaves)
     encoded = [item.encode(leaf) for item, leaf in zip(formats, leaves, strict=True)]
-    arrived = send(formats, encoded, axis_name, source, noise.make_key(seed), target)
+    (arrived,) = send([Route(formats, int(source), int(target))], [encoded], axis_name, [noise.make_key(seed)])
     return tree.unflatten([item.decode(array) for item, array in zip(formats, arrived, strict=True)])

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomm.collectives.boundary import Encoded, Route, send_backward, send_forward
+from jaxcomm.collectives.boundary import Encoded, send_backward, send_forward
 from jaxcomm.steps.pipeline.pipeline import STAGE_AXIS, Schedule, at, run_ticks
 from jaxcomm.types import Params, PyTree
 
@@ -29,7 +29,7 @@ class OneForwardOneBackward(Schedule):
 
     def gradients(self, params: list[jax.Array], model_state: list[jax.Array]) -> PyTree:
         """Returns the totals, and the gradients of this stage's stacked parameters."""
-        size, count, cuts = self.pipeline.size, self.pipeline.micro_batches, self.plan.cuts
+        size, count = self.pipeline.size, self.pipeline.micro_batches
         nothing, totals = self._nothing(model_state)
         waiting = [
             jax.tree.map(lambda x, n=2 * (size - stage) - 3: jnp.zeros((n, *x.shape), x.dtype), boxes)
@@ -77,12 +77,16 @@ class OneForwardOneBackward(Schedule):
                 input_gradients, *increments = self._switch(branches, params, waiting, arrived)
                 sums, totals = jax.tree.map(jnp.add, (sums, totals), tuple(increments))
             waiting, arrived = list(waiting), list(arrived)
-            for stage, micro in forward.items():
-                new = send_forward(cuts[stage].formats, Route(STAGE_AXIS, stage, stage + 1), outboxes[stage])
-                waiting[stage] = jax.tree.map(partial(_put, micro), waiting[stage], new)
-            for stage, micro in ((stage - 1, micro) for stage, micro in backward.items() if stage):
-                route, key = Route(STAGE_AXIS, stage, stage + 1), self._key(stage, micro)
-                arrived[stage] = send_backward(cuts[stage].formats, route, input_gradients[stage], key)
+            if forward:
+                boxes = send_forward(self._routes(forward), [outboxes[stage] for stage in forward], STAGE_AXIS)
+                for (stage, micro), new in zip(forward.items(), boxes, strict=True):
+                    waiting[stage] = jax.tree.map(partial(_put, micro), waiting[stage], new)
+            if receivers := {stage - 1: micro for stage, micro in backward.items() if stage}:
+                keys = [self._key(stage, micro) for stage, micro in receivers.items()]
+                gradients = [input_gradients[stage] for stage in receivers]
+                gradients = send_backward(self._routes(receivers), gradients, STAGE_AXIS, keys)
+                for stage, new in zip(receivers, gradients, strict=True):
+                    arrived[stage] = new
             return waiting, arrived, sums, totals
 
         def active_at(time: int) -> tuple[list[int], list[int]]:

@@ -6,7 +6,7 @@ boundaries are those of Gupta et al., KDD 2021.
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,15 +14,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
 
 from jaxcomm.accounting.jaxpr import jaxpr_communicates
 from jaxcomm.accounting.report import BoundaryBytes, PipelineReport, wire_report
 from jaxcomm.checks import check_range
-from jaxcomm.collectives.axis import AxisName, axis_names, to_varying, zeros_of
-from jaxcomm.collectives.boundary import Encoded, send
+from jaxcomm.collectives.axis import AxisName, at_positions, axis_names, to_varying
+from jaxcomm.collectives.boundary import Encoded, Route, send
 from jaxcomm.kernels import noise
 from jaxcomm.layers.activations import Whole
 from jaxcomm.layers.boundary import Boundary, dct_mp
@@ -326,9 +325,11 @@ class Schedule:
 
             outboxes, new = jax.checkpoint(compute, prevent_cse=not in_loop)(params, inboxes)
             inboxes = list(inboxes)
-            for stage in active:
-                if stage < size - 1:
-                    inboxes[stage] = self._send(stage, outboxes[stage], time - stage)
+            if senders := [stage for stage in active if stage < size - 1]:
+                keys = [self._key(stage, time - stage) for stage in senders]
+                arrived = send(self._routes(senders), [outboxes[stage] for stage in senders], STAGE_AXIS, keys)
+                for stage, boxes in zip(senders, arrived, strict=True):
+                    inboxes[stage] = boxes
             return inboxes, jax.tree.map(jnp.add, totals, new)
 
         def active_at(time: int) -> list[int]:
@@ -339,18 +340,8 @@ class Schedule:
 
     def _switch(self, branches: dict[int, Callable[..., Any]], *args: Any) -> Any:
         """Runs the branch of this device's stage, if it is active; otherwise returns zeros."""
-        size = self.pipeline.size
-        functions: list[Callable[..., Any]] = [
-            lambda *args, branch=branch: self._vary(branch(*args)) for branch in branches.values()
-        ]
-        if len(functions) == size == 1:
-            return functions[0](*args)
-        index_of_stage = np.full(size, len(functions), np.int32)
-        index_of_stage[list(branches)] = np.arange(len(functions))
-        if len(functions) < size:
-            kinds = jax.eval_shape(functions[0], *args)
-            functions.append(lambda *args: jax.tree.map(zeros_of, kinds))
-        return lax.switch(jnp.asarray(index_of_stage)[lax.axis_index(STAGE_AXIS)], functions, *args)
+        branches = {stage: lambda *args, run=run: self._vary(run(*args)) for stage, run in branches.items()}
+        return at_positions(branches, STAGE_AXIS, *args)
 
     def _branch(self, stage: int, model_state: list[jax.Array], micro_batch: PyTree) -> Callable[..., Any]:
         pipeline, cuts, last = self.pipeline, self.plan.cuts, self.pipeline.size - 1
@@ -378,9 +369,8 @@ class Schedule:
         totals = _Totals(zero, dict.fromkeys(self.plan.scalars, zero), [jnp.zeros_like(slot) for slot in model_state])
         return [cut.nothing() for cut in self.plan.cuts], totals
 
-    def _send(self, stage: int, outbox: list[Encoded], micro_batch: PyTree) -> list[Encoded]:
-        key = self._key(stage, micro_batch)
-        return send(self.plan.cuts[stage].formats, outbox, STAGE_AXIS, stage, key)
+    def _routes(self, stages: Iterable[int]) -> list[Route]:
+        return [Route(tuple(self.plan.cuts[stage].formats), stage, stage + 1) for stage in stages]
 
     def _key(self, stage: int, micro_batch: PyTree) -> jax.Array:
         return noise.make_key(self.seed, stage, micro_batch)

@@ -125,10 +125,54 @@ def test_each_boundary_is_crossed_once(size, count, schedule, data, has_state):
     for when, traffic in traced.operations():
         if traffic.op == "permute":
             assert when == "always"
-            (pair,) = traffic.pairs
-            crossings[pair] = crossings.get(pair, 0) + traffic.times
+            for pair in traffic.pairs:
+                crossings[pair] = crossings.get(pair, 0) + traffic.times
     assert crossings == times
     assert compiled.received == traced.received
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_equal_messages_travel_together(schedule):
+    """8 numbers in float32 and 16 in bfloat16 are as many words, and 5 are fewer: 9 permutations instead of 12."""
+    widths, rng = (3, 8, 16, 5, 2), np.random.default_rng(0)
+    pairs = zip(widths, widths[1:], strict=False)
+    params = [rng.normal(size=pair).astype(np.float32) / np.sqrt(pair[0]) for pair in pairs]
+    values = ("float32", "bfloat16", "float32")
+    boundaries = [jc.dct_mp(0.0, value_dtype=value) for value in values]
+
+    def stage(params, x, batch):
+        return jnp.tanh((batch["x"] if x is None else x) @ params)
+
+    def loss(x, batch):
+        return jnp.mean((x - batch["y"]) ** 2), {}
+
+    def whole(params, batch):
+        x = None
+        for matrix, value in zip(params, (*values, "float32"), strict=True):
+            x = stage(matrix, x, batch).astype(value).astype(jnp.float32)  # and so is its gradient
+        return loss(x, batch)[0]
+
+    pipeline = jc.Pipeline([stage] * 4, loss, params, boundaries=boundaries, micro_batches=4, schedule=schedule)
+    batch = {"x": rng.normal(size=(16, 3)).astype(np.float32), "y": rng.normal(size=(16, 2)).astype(np.float32)}
+    run = Run(pipeline, params, optax.chain(jc.plump_dp(), optax.sgd(0.5)), None, batch, data=1, stage=4)
+    for program in (jaxpr_program(run.traced.jaxpr), read_program(run.compiled.as_text())):
+        together = [
+            (len(traffic.pairs), traffic.times) for _, traffic in program.operations() if traffic.op == "permute"
+        ]
+        assert sum(times for _, times in together) == 2 * 9
+        assert sum(count * times for count, times in together) == 2 * 12
+        assert program.links() == {
+            pair: 16 * words * 4 for cut, words in enumerate((8, 8, 5)) for pair in ((cut, cut + 1), (cut + 1, cut))
+        }
+    state = None
+    for _ in range(3):
+        expected, gradients = jax.value_and_grad(whole)(params, batch)
+        state, (metrics,) = run([batch], state)
+        params = jax.tree.map(lambda p, g: p - 0.5 * g, params, gradients)
+        assert_close(metrics["loss"], expected)
+        assert_close(
+            run.step.params(state), params, rtol=1e-2, atol=1e-3
+        )  # a micro-batch's gradients are rounded alone
 
 
 def test_a_device_holds_one_stage():
