@@ -161,20 +161,25 @@ class PipelineReport:
     def boundary_seconds(self, rate: float, latency: float = 0.0) -> float:
         """Predicts for how long a step waits, at least, for activations and their gradients.
 
-        A stage waits for a micro-batch's activations and then for their gradients. What it receives and sends travels at
-        the same time where both cuts send equally many bytes, and one after the other where not. Over Gloo each takes
-        a round trip. The stage that waits longest counts. TCP takes longer where many bytes follow a pause.
+        A micro-batch's activations cross one cut after another, and then its gradients; the other micro-batches follow
+        at the pace of the stage that waits longest. What a stage receives and sends in one direction travels at the
+        same time where both of its cuts send equally many bytes, and one after the other where not. Over Gloo each
+        takes a round trip. TCP takes longer where many bytes follow a pause.
 
         Args:
           rate: of every link, bits a second in each direction.
           latency: of a message, one way, seconds.
         """
-        waits = []
-        for stage in range(len(self.boundaries) + 1):
-            cuts = self.boundaries[max(0, stage - 1) : stage + 1]
-            messages = [*{cut.forward for cut in cuts}, *{cut.backward for cut in cuts}]
-            waits.append(8 * sum(messages) / rate + 2 * latency * self.micro_batches * len(messages))
-        return max(waits)
+
+        def wait(sizes: Sequence[int]) -> float:
+            """Returns the seconds of a micro-batch's messages of these bytes a step."""
+            return sum(8 * size / rate / self.micro_batches + 2 * latency for size in set(sizes))
+
+        total = 0.0
+        for sizes in ([cut.forward for cut in self.boundaries], [cut.backward for cut in self.boundaries]):
+            of_stages = [wait(sizes[max(0, stage - 1) : stage + 1]) for stage in range(len(sizes) + 1)]
+            total += sum(wait([size]) for size in sizes) + (self.micro_batches - 1) * max(of_stages)
+        return total
 
     def __str__(self) -> str:
         lines = []

@@ -93,6 +93,18 @@ def sum_of(vector: jax.Array, axis_name: AxisName) -> jax.Array:
     return lax.psum(_in_tiles(vector, count), axis_name)[: vector.size]
 
 
+def sum_of_few(numbers: jax.Array, axis_name: AxisName) -> jax.Array:
+    """Sums a few numbers (m,), or one, of every worker; the sum is the same on every worker. Each receives (K-1) m.
+
+    They go to all others at once: over Gloo in one network round trip, where an all-reduce takes 2 (K - 1).
+    """
+    if traced_platform() == "tpu":
+        return lax.psum(numbers, axis_name)
+    rows = jnp.broadcast_to(numbers, (axis_size(axis_name), *numbers.shape))
+    total = lax.all_to_all(rows, axis_name, 0, 0).sum(0, numbers.dtype)
+    return _same.bind(total, jnp.zeros(total.shape, total.dtype))
+
+
 def sum_scatter(rows: jax.Array, axis_name: AxisName) -> jax.Array:
     """Sums rows (K, ...) over the workers; worker i receives the sum of row i. Differentiable.
 

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxcomm.collectives.axis import AxisName, axis_names, on_step_mesh
+from jaxcomm.collectives.messages import sum_of_few
 from jaxcomm.exchange import get_exchange
 from jaxcomm.kernels.numerics import is_finite_tree
 from jaxcomm.state import (
@@ -231,7 +231,7 @@ def _of_mesh(state: TrainState) -> TrainState:
 
 def _broken_together(gradients: PyTree) -> Any:
     """Makes all gradients of a worker NaN if those of one stage are not finite, so that all stages skip."""
-    broken = lax.psum((~is_finite_tree(gradients)).astype(jnp.int32), STAGE_AXIS) > 0
+    broken = sum_of_few((~is_finite_tree(gradients)).astype(jnp.int32), STAGE_AXIS) > 0
     return jax.tree.map(lambda leaf: jnp.where(broken, jnp.full_like(leaf, jnp.nan), leaf), gradients)
 
 
@@ -240,7 +240,7 @@ def _over_stages(metrics: Any) -> Any:
 
     def total(tree: PyTree) -> Any:
         vector, unravel = ravel_pytree(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree))
-        return unravel(lax.psum(vector, STAGE_AXIS))
+        return unravel(sum_of_few(vector, STAGE_AXIS))
 
     is_local = any(map(is_per_worker, metrics[0].values()))  # then the scalars differ between workers
     scalars, exchanged = map(total, metrics) if is_local else total(metrics)
