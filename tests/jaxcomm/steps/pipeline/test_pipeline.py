@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -135,7 +136,7 @@ def test_each_boundary_is_crossed_once(size, count, schedule, data, has_state):
 def test_equal_messages_travel_together(schedule):
     """8 numbers in float32 and 16 in bfloat16 are as many words, and 5 are fewer: 9 permutations instead of 12."""
     widths, rng = (3, 8, 16, 5, 2), np.random.default_rng(0)
-    pairs = zip(widths, widths[1:], strict=False)
+    pairs = itertools.pairwise(widths)
     params = [rng.normal(size=pair).astype(np.float32) / np.sqrt(pair[0]) for pair in pairs]
     values = ("float32", "bfloat16", "float32")
     boundaries = [jc.dct_mp(0.0, value_dtype=value) for value in values]
