@@ -5,7 +5,8 @@ Hyperparameter Transfer", 2022, table 3. At `BASE` features all factors are 1. W
 
 | parameters | first values, standard deviation | Adam, signs | Muon |
 | --- | --- | --- | --- |
-| tables of bytes and places | 0.5 | 1 | 1, by Adam |
+| the table of bytes | 0.5 | 1 | 1, by Adam |
+| places | sines of several wavelengths, 0.5 | 1 | 1, by Adam |
 | matrices of the layers | 1 / sqrt(inputs) | 1 / m | 1 / sqrt(m) |
 | of these, the queries' | 1 / sqrt(m inputs) | 1 / (m sqrt(m)) | 1 / m |
 | logits | 1 / (m sqrt(BASE)) | 1 / m | 1 / m, by Adam |
@@ -17,7 +18,9 @@ Adam's update of a matrix has elements of size 1, and its norm grows as m. Muon'
 same size of elements, has a norm that grows as sqrt(m). The number of heads is fixed, and queries shrink with width so
 that the products of queries and keys are divided by the features of a head, not by their root. The last matrices of
 attention and feed-forward parts start smaller by sqrt(2 layers), as in GPT-2. GPT-2's own first values (0.02) are too
-small for a narrow model: attention is uniform at first, and how long it stays so depends on the seed.
+small for a narrow model: attention is uniform at first, and how long it stays so depends on the seed. A linear map
+shifts sines to the place before, which it cannot with random places: with them, 553 steps at 48 features end at 2.73
+nats instead of 2.45, and seeds differ more.
 """
 
 import math
@@ -40,6 +43,7 @@ from configs.experiment import Architecture, BoundaryFields
 from configs.methods import Method
 from jaxcomm.kernels import noise
 from jaxcomm.layers.boundary import Boundary
+from models.attention import positions
 from models.bottleneck import decoders
 from models.functional import Graph, Stage, apply, split
 from train.architectures import even_cuts, make_model
@@ -58,14 +62,14 @@ WHOLE = BoundaryFields()
 
 
 MATRICES = ("matrix", "query")
-Kind = Literal["table", "matrix", "query", "logits", "vector", "encoder", "decoder"]
+Kind = Literal["table", "places", "matrix", "query", "logits", "vector", "encoder", "decoder"]
 
 
 def kind(path: Any) -> Kind:
     """Returns what a parameter of `models.gpt`, or of a bottleneck in it, is, by its path."""
     *_, parent, name = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
     if name in ("table", "places"):
-        return "table"
+        return name
     if name in ("encoder", "decoder", "anchors"):
         return "encoder" if name == "encoder" else "decoder"
     if name != "kernel":
@@ -78,6 +82,8 @@ def first_values(params: Any, width: int) -> Any:
     m = width / BASE
 
     def scaled(path: Any, leaf: jax.Array) -> jax.Array:
+        if kind(path) == "places":
+            return jnp.asarray(math.sqrt(0.5) * positions(*leaf.shape))  # sines have a root mean square of sqrt(0.5)
         fan_in = leaf.shape[0]
         deviation = {
             "table": 0.5,
@@ -94,8 +100,8 @@ def rate_factors(params: Any, width: int, optimizer: Optimizer) -> Any:
     """Returns the factor of every parameter's learning rate."""
     m = width / BASE
     matrix = m**-0.5 if optimizer == "muon" else 1 / m
-    factors = {"table": 1.0, "matrix": matrix, "query": matrix * m**-0.5, "logits": 1 / m, "vector": 1.0}
-    factors |= {"encoder": 1 / m, "decoder": 1.0}
+    factors = {"matrix": matrix, "query": matrix * m**-0.5, "logits": 1 / m, "encoder": 1 / m}
+    factors |= dict.fromkeys(("table", "places", "vector", "decoder"), 1.0)
     return jax.tree_util.tree_map_with_path(lambda path, _: factors[kind(path)], params)
 
 

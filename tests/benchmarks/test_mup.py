@@ -48,12 +48,15 @@ def test_first_values_of_twice_the_width(wide):
     assert deviations == pytest.approx(expected, rel=0.03)
     (contract,) = by_name(wide, ["contract/kernel"]).values()
     assert float(contract.std()) == pytest.approx(0.5 / np.sqrt(96 * 4), rel=0.03)  # 4 terms: 2 of each layer
+    places = np.asarray(by_name(wide, ["places"])["places"])
+    np.testing.assert_allclose(places[:, 0] ** 2 + places[:, 48] ** 2, 0.5, rtol=1e-5)  # a sine and its cosine
+    np.testing.assert_allclose(places[:, 0], np.sqrt(0.5) * np.sin(np.arange(len(places))), atol=1e-4)
 
 
 def test_parameters_are_counted():
     for layers, width in ((2, 96), (1, 8)):
         leaves = jax.tree_util.tree_leaves_with_path(model_of(TEXT, layers, width).params)
-        others = sum(leaf.size for path, leaf in leaves if mup.kind(path) in ("table", "logits"))
+        others = sum(leaf.size for path, leaf in leaves if mup.kind(path) in ("table", "places", "logits"))
         assert body_size(layers, width) == sum(leaf.size for _, leaf in leaves) - others
 
 
