@@ -63,15 +63,20 @@ WHOLE = BoundaryFields()
 
 MATRICES = ("matrix", "query")
 Kind = Literal["table", "places", "matrix", "query", "logits", "vector", "encoder", "decoder"]
+OWN_KINDS: dict[str, Kind] = {  # of parameters whose name tells
+    "table": "table",
+    "places": "places",
+    "encoder": "encoder",
+    "decoder": "decoder",
+    "anchors": "decoder",
+}
 
 
 def kind(path: Any) -> Kind:
     """Returns what a parameter of `models.gpt`, or of a bottleneck in it, is, by its path."""
     *_, parent, name = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
-    if name in ("table", "places"):
-        return name
-    if name in ("encoder", "decoder", "anchors"):
-        return "encoder" if name == "encoder" else "decoder"
+    if name in OWN_KINDS:
+        return OWN_KINDS[name]
     if name != "kernel":
         return "vector"
     return {"dense": "logits", "query": "query"}.get(parent, "matrix")

@@ -190,7 +190,9 @@ def at_positions(branches: Mapping[int, Callable[..., Any]], axis_name: AxisName
       args: of every function.
     """
     size = axis_size(axis_name)
-    functions = [lambda *args, branch=branch: to_varying(branch(*args), axis_name) for branch in branches.values()]
+    functions: list[Callable[..., Any]] = [
+        lambda *args, branch=branch: to_varying(branch(*args), axis_name) for branch in branches.values()
+    ]
     if len(functions) == size == 1:
         return functions[0](*args)
     index = np.full(size, len(functions), np.int32)

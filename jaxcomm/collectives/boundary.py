@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -74,7 +74,8 @@ def send(
     """
     values = [[item.values for item in items] for items in encoded]
     words = [[item.words for item in items] for items in encoded]
-    return _encoded(*_send(tuple(routes), axis_name, values, words, keys))
+    arrived: Any = _send(tuple(routes), axis_name, values, words, keys)
+    return _encoded(*arrived)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
