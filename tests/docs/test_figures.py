@@ -4,6 +4,7 @@ import itertools
 import json
 import re
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
@@ -58,11 +59,17 @@ def test_the_boundaries_of_the_pipelines():
         else:
             assert cells[name][1] == f"{record['bytes_kernel']:,.0f}"
             assert cells[name][3] == f"{mean} ({record['ms_min']:,.0f}, {record['ms_max']:,.0f})"
-    losses = {row["method"]: row for row in json.loads((data / "ladder_boundaries.json").read_text())}
-    assert {(row["seed"], row["rate"]) for row in losses.values()} == {(0, 0.032)}
+    losses: dict[str, list[float]] = {}
+    for row in json.loads((data / "ladder_boundaries.json").read_text()):
+        if row["rate"] == 0.016:
+            losses.setdefault(row["method"], []).append(row["loss"])
     shown = {name: row[-1].strip(" |") for name, row in cells.items()}
-    expected = {name: f"{row['loss']:.3f}" for name, row in losses.items()}
-    assert {name: loss for name, loss in shown.items() if loss} == expected
+    assert {name: loss for name, loss in shown.items() if loss} == {name: loss_cell(own) for name, own in losses.items()}
+
+
+def loss_cell(losses: list[float]) -> str:
+    """The mean over the seeds, and the distance between them."""
+    return f"{fmean(losses):.3f}" + (f" ({max(losses) - min(losses):.3f})" if len(losses) > 1 else "")
 
 
 @pytest.mark.parametrize(("delay", "label"), [("none", "none"), ("50ms", "50 ms"), ("150ms", "150 ms")])
