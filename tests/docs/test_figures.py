@@ -64,7 +64,9 @@ def test_the_boundaries_of_the_pipelines():
         if row["rate"] == 0.016:
             losses.setdefault(row["method"], []).append(row["loss"])
     shown = {name: row[-1].strip(" |") for name, row in cells.items()}
-    assert {name: loss for name, loss in shown.items() if loss} == {name: loss_cell(own) for name, own in losses.items()}
+    assert {name: loss for name, loss in shown.items() if loss} == {
+        name: loss_cell(own) for name, own in losses.items()
+    }
 
 
 def loss_cell(losses: list[float]) -> str:
