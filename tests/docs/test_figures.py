@@ -47,6 +47,12 @@ def test_the_first_lines_of_the_exchange(rate, name):
     assert days(exchange_of("dct_dp", rate)) in text
 
 
+def test_the_index_says_what_the_exchange_does():
+    slow, fast = (exchange_of("dct_dp", rate)["times_faster"] for rate in ("100mbit", "1gbit"))
+    text = f"`dct_dp` {slow:.0f} times at 100 Mbit/s and {fast:.1f} times at 1 Gbit/s, between 4 hosts"
+    assert text in text_of("docs/measurements/index.md")
+
+
 def test_the_boundaries_of_the_pipelines():
     """Times, bytes and losses of the table; what is not run has no figure."""
     page, data = (ROOT / "docs/measurements/pipelines.md").read_text(), ROOT / "docs/data"
