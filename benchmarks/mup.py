@@ -29,7 +29,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,7 +44,7 @@ from jaxcomm.kernels import noise
 from jaxcomm.layers.boundary import Boundary
 from models.attention import positions
 from models.bottleneck import decoders
-from models.functional import Graph, Stage, apply, split
+from models.functional import Graph, Stage, apply, cut, split
 from train.architectures import even_cuts, make_model
 from train.data import dataset_info, eval_batches, train_batches
 from train.methods import make_exchange
@@ -165,16 +164,6 @@ def model_of(text: Text, layers: int, width: int, seed: int = 0, cuts: tuple[int
     return model._replace(params=first_values(model.params, width))
 
 
-def stages_of(model: Stage, cuts: tuple[int, ...]) -> list[Stage]:
-    """Cuts a model that has its first values already; it has no running statistics."""
-
-    def stage(first: int, last: int) -> Stage:
-        graph = Graph(first, model.graph.training[first:last], model.graph.evaluation[first:last])
-        return Stage(graph, {block: model.params[block] for block in range(first, last)}, {})
-
-    return [stage(*edges) for edges in pairwise([0, *cuts, len(model.graph.training)])]
-
-
 def body_size(layers: int, width: int) -> int:
     """Returns the number of parameters without tables and logits."""
     matrices, vectors = 12 * width**2, 13 * width  # of a layer: attention 4, feed-forward 8; biases 9, normalisations 4
@@ -243,7 +232,7 @@ class Trainer:
         self.text, self.steps, cuts = text, steps, even_cuts(layers + 2, stages)
         self._model = partial(model_of, text, layers, width, cuts=cuts, rank=boundary.rank)
         model, task = self._model(), make_task(text.info, 0.0)
-        parts = stages_of(model, decoders(cuts) if boundary.rank else cuts)
+        parts = cut(model, decoders(cuts) if boundary.rank else cuts)
         sends = jc.dct_mp(boundary.sparsity, value_dtype=boundary.value_dtype)
         shape = optax.warmup_cosine_decay_schedule(0.0, 1.0, warm_up, steps)
 

@@ -53,30 +53,41 @@ class Stage(NamedTuple):
     stats: Variables
 
 
-def cut(model: Model, cuts: Sequence[int] = ()) -> list[Stage]:
+def cut(model: Model | Stage, cuts: Sequence[int] = ()) -> list[Stage]:
     """Cuts a model into stages. Every parameter of the model is in exactly one stage.
 
     Args:
-      model: the model, in any mode; if it is abstract (`nnx.eval_shape`), so are the stages.
+      model: the whole model, in any mode, or split already; if it is abstract (`nnx.eval_shape`), so are the stages.
       cuts: the index of the first block of every stage but the first; (2, 5) makes the stages 0-1, 2-4 and 5 to the
         end.
 
     Raises:
       ValueError: for cuts that are out of order or leave a stage empty.
     """
-    count = len(model.blocks)
+    whole = model if isinstance(model, Stage) else split(model)
+    count = len(whole.graph.training)
     edges = [0, *cuts, count]
     if any(edges[i] >= edges[i + 1] for i in range(len(edges) - 1)):
         raise ValueError(
             f"cuts must be rising indices of blocks, from 1 to {count - 1} in this model, so that every stage has a "
             f"block; got {tuple(cuts)}. Leave out what repeats, and sort them."
         )
-    return [_stage(model, first, last) for first, last in itertools.pairwise(edges)]
+    return [_part(whole, first, last) for first, last in itertools.pairwise(edges)]
 
 
 def split(model: Model) -> Stage:
     """Splits a whole model into its graph, parameters and running statistics, as one stage."""
-    return cut(model)[0]
+    training, evaluation, params, stats = [], [], {}, {}
+    for index, block in enumerate(model.blocks):
+        graph, *states = nnx.split(block, nnx.Param, nnx.BatchStat)
+        for variables, state in zip((params, stats), states, strict=True):
+            if pure := nnx.to_pure_dict(state):
+                variables[index] = pure
+        for mode, graphs in (("train", training), ("eval", evaluation)):
+            copy = nnx.merge(graph, *states)  # a new module, so that the model's own mode does not change
+            getattr(copy, mode)()
+            graphs.append(nnx.graphdef(copy))
+    return Stage(Graph(0, tuple(training), tuple(evaluation)), params, stats)
 
 
 def merge(graph: Graph, params: Variables, stats: Variables, *, training: bool) -> list[Any]:
@@ -155,15 +166,7 @@ def apply(
     )
 
 
-def _stage(model: Model, first: int, last: int) -> Stage:
-    training, evaluation, params, stats = [], [], {}, {}
-    for index in range(first, last):
-        graph, *states = nnx.split(model.blocks[index], nnx.Param, nnx.BatchStat)
-        for variables, state in zip((params, stats), states, strict=True):
-            if pure := nnx.to_pure_dict(state):
-                variables[index] = pure
-        for mode, graphs in (("train", training), ("eval", evaluation)):
-            block = nnx.merge(graph, *states)  # a new module, so that the model's own mode does not change
-            getattr(block, mode)()
-            graphs.append(nnx.graphdef(block))
-    return Stage(Graph(first, tuple(training), tuple(evaluation)), params, stats)
+def _part(whole: Stage, first: int, last: int) -> Stage:
+    graph = Graph(first, whole.graph.training[first:last], whole.graph.evaluation[first:last])
+    params, stats = ({i: own[i] for i in range(first, last) if i in own} for own in (whole.params, whole.stats))
+    return Stage(graph, params, stats)

@@ -11,10 +11,10 @@ import pytest
 
 import jaxcomm as jc
 from benchmarks import gpt, mup
-from benchmarks.mup import BASE, Text, Trainer, body_size, make_chain, model_of, rate_factors, stages_of
+from benchmarks.mup import BASE, Text, Trainer, body_size, make_chain, model_of, rate_factors
 from configs.methods import LocalSgd, PlumpDp
 from models.bottleneck import MULTIPLIER, decoders
-from models.functional import apply
+from models.functional import apply, cut
 from train.tasks import make_task
 
 TEXT = Text("stdlib", None, 4)
@@ -79,7 +79,7 @@ def test_stages_in_one_piece_train_as_a_pipeline(name):
     trainer = Trainer(TEXT, 1, BASE, PlumpDp(), "adam", workers=1, steps=9, warm_up=1, boundary=boundary, stages=3)
     cuts = (1, 2)
     model = model_of(TEXT, 1, BASE, cuts=cuts, rank=boundary.rank)
-    parts, task = stages_of(model, decoders(cuts) if boundary.rank else cuts), make_task(TEXT.info, 0.0)
+    parts, task = cut(model, decoders(cuts) if boundary.rank else cuts), make_task(TEXT.info, 0.0)
 
     def run(graph, params, x, batch):
         return apply(graph, params, {}, batch, x, training=True)[0]
