@@ -6,8 +6,8 @@
 Width alone grows. Every model is trained once over 20 bytes of the text for each parameter outside of tables and
 logits, by every method. Learning rates are searched by one rule for all, dense included: with one seed, from a middle
 rate, or from the best of the rung before (`benchmarks.mup` carries rates from width to width), until the best rate has
-a worse one on both sides. Then the best is trained with a second seed. On the last rung methods are trained at the best
-rate of the rung before, with three seeds.
+a worse one on both sides. Then the best is trained with the other seeds. On the last rung methods are trained at the
+best rate of the rung before.
 
 With --compare boundaries, the boundaries of `benchmarks.gpt` are compared in the same way, between three stages of one
 worker that run one after another.
@@ -60,19 +60,23 @@ class Entry:
       method: how the workers exchange gradients.
       optimizer: of the layers' matrices.
       baseline: the entry that it is compared with; itself for a dense one.
+      start: the part of the steps, at the beginning, that exchange dense.
     """
 
     label: str
     method: Method = DENSE
     optimizer: Optimizer = "adam"
     baseline: str = "dense"
+    start: float = 0.0
 
 
 METHODS = {
     "dense": Entry("dense, Adam"),
     "muon": Entry("dense, Muon", optimizer="muon"),
     "powersgd": Entry("`powersgd(4)`", gpt.METHODS["powersgd"]),
+    "powersgd_start": Entry("`powersgd(4)`, a tenth of the steps dense", gpt.METHODS["powersgd"], start=0.1),
     "topk": Entry("`topk(0.99)`", gpt.METHODS["topk"]),
+    "topk_start": Entry("`topk(0.99)`, a tenth of the steps dense", gpt.METHODS["topk"], start=0.1),
     "dct_dp": Entry("`dct_dp(0.99)`, `life_span` of 100", gpt.METHODS["dct_dp"]),
     "demo": Entry("`demo(32)`", Demo(k=32), "sign"),
     "quant_dp": Entry("`quant_dp(8)`", QuantDp(bits=8)),
@@ -114,8 +118,7 @@ class Config:
     batch: int = 16  # Rows per step, over all workers.
     workers: int = 4  # Simulated workers.
     evaluations: int = 6  # Evaluations on the test split in a run.
-    seeds: int = 2  # Runs of each method at its best rate, with the seeds 0, 1, ...
-    last_seeds: int = 3  # Runs of each method on the last rung.
+    seeds: int = 3  # Runs of each method at its best rate, with the seeds 0, 1, ...
     timed_steps: int = 20  # Timed steps of one worker.
     rate: str = "100mbit"  # Speed of the links, for the seconds.
     hours: float = math.inf  # No run starts after so many hours.
@@ -148,7 +151,7 @@ def check(config: Config) -> None:
     if config.experiment not in ("gpt_linux", "gpt_stdlib"):
         raise ValueError(f"--experiment must be gpt_linux or gpt_stdlib; got {config.experiment!r}.")
     harness.check_least(config, 1, "layers", "batch", "workers", "evaluations", "timed_steps")
-    harness.check_least(config, 2, "seeds", "last_seeds")
+    harness.check_least(config, 2, "seeds")
     harness.check_least(config, 0, "hours")
     widths = harness.numbers("--widths", config.widths, least=1)
     if len(widths) < 4 or widths != sorted(set(widths)):
@@ -265,7 +268,7 @@ class Ladder:
         if best is None:
             rate = self._next_rate(rung, name)
             return rate and (rate, 0)
-        keys = {seed: self._run_key(rung, name, best, seed) for seed in range(self._seeds(rung))}
+        keys = {seed: self._run_key(rung, name, best, seed) for seed in range(self.config.seeds)}
         return next(((best, seed) for seed, key in keys.items() if self.records.find(key) is None), None)
 
     def _next_rate(self, rung: Rung, name: str) -> float | None:
@@ -284,9 +287,6 @@ class Ladder:
         losses = {rate: self.losses(rung, name, rate) for rate in self.rates}
         return {rate: own[0] for rate, own in losses.items() if own}
 
-    def _seeds(self, rung: Rung) -> int:
-        return self.config.last_seeds if rung == self.rungs[-1] else self.config.seeds
-
     def _trainer(self, rung: Rung, name: str, workers: int) -> Trainer:
         entry, all_workers = self.entries[name], self.about["workers"]
         rows = self.config.batch * workers // all_workers
@@ -300,6 +300,7 @@ class Ladder:
             workers=workers,
             steps=rung.steps,
             warm_up=round(self.config.warm_up * rung.steps),
+            start=round(entry.start * rung.steps),
             **cut,
         )
 
@@ -315,8 +316,8 @@ class Ladder:
 
     def runs(self, rung: Rung, name: str, rate: float) -> list[Record]:
         """Returns the recorded runs of a rate, by seed."""
-        most = max(self.config.seeds, self.config.last_seeds)
-        runs = (self.records.find(self._run_key(rung, name, rate, seed)) for seed in range(most))
+        seeds = range(self.config.seeds)
+        runs = (self.records.find(self._run_key(rung, name, rate, seed)) for seed in seeds)
         return [run for run in runs if run is not None]
 
     def losses(self, rung: Rung, name: str, rate: float) -> list[float]:
@@ -336,7 +337,7 @@ class Ladder:
         """Returns the losses of the best rate, by seed; None before all runs are recorded."""
         rate = self.best(rung, name)
         losses = [] if rate is None else self.losses(rung, name, rate)
-        return losses if len(losses) >= self._seeds(rung) else None
+        return losses if len(losses) == self.config.seeds else None
 
     def check_baseline(self, rung: Rung, name: str) -> None:
         """Raises ValueError for a baseline whose seeds differ by more than `NOISE` at its best rate."""
@@ -436,10 +437,7 @@ class Ladder:
         """Returns what the gap grows by when the parameters double, and its interval; None below two rungs."""
         if len(rungs) < 2 or name == self.entries[name].baseline:
             return None
-        seeds = self.config.seeds
-        losses = {
-            n: [(self.final(rung, n) or [])[:seeds] for rung in rungs] for n in (name, self.entries[name].baseline)
-        }
+        losses = {n: [self.final(rung, n) or [] for rung in rungs] for n in (name, self.entries[name].baseline)}
         x = np.log2([rung.size for rung in rungs])
 
         def slope(means: Mapping[str, Any]) -> float:
@@ -484,31 +482,40 @@ class Ladder:
         }
 
     def draw(self, path: Path) -> None:
-        """Draws losses over parameters; and over bytes and time, of the largest model that is complete."""
-        done = [rung for rung in self.rungs if all(self.final(rung, name) for name in self.entries)]
-        if not done:
-            print("Nothing is drawn: no rung is complete.")
-            return
-        top, seeds = done[-1], self.config.seeds
+        """Draws losses over parameters; and over bytes and time, of the largest model.
 
-        def over(name: str, x: Any) -> tuple[list[float], list[list[float]]]:
-            runs = self._best_runs(top, name)
-            return [x(name, step) for step in runs[0]["steps"]], [run["losses"] for run in runs]
+        Of the methods that are complete on the first rung, and the rungs on which all of these are complete.
+        """
+        names = [name for name in self.entries if self.final(self.rungs[0], name)]
+        if not names:
+            print("Nothing is drawn: no method is complete on the first rung.")
+            return
+        done = [rung for rung in self.rungs if all(self.final(rung, name) for name in names)]
+        top = done[-1]
+        runs = {name: self._best_runs(top, name) for name in names}
+        timed = {name: self.records.find(self._key("worker's step", top, name)) for name in names}
 
         def by_size(name: str) -> tuple[list[int], list[list[float]]]:
-            losses = [(self.final(rung, name) or [])[:seeds] for rung in done]
+            losses = [self.final(rung, name) or [] for rung in done]
             return [rung.size for rung in done], [list(seed) for seed in zip(*losses, strict=True)]
 
-        sent = {name: self._best_runs(top, name)[0]["bytes_per_step"] / 1e6 for name in self.entries}
-        seconds = {name: self._seconds(top, name) for name in self.entries}
+        def by_bytes(name: str) -> tuple[list[float], list[list[float]]]:
+            return [received / 1e6 for received in runs[name][0]["received"]], [run["losses"] for run in runs[name]]
+
+        def by_time(name: str) -> tuple[list[float], list[list[float]]]:
+            sent, losses = by_bytes(name)
+            own, bits = timed[name] or {}, bits_per_second(self.config.rate)
+            pairs = zip(runs[name][0]["steps"], sent, strict=True)
+            return [own["seconds"] * step + 8e6 * received / bits for step, received in pairs], losses
+
+        title = f"{top.size:,} parameters"
         panels = {
-            "The end of every run": {name: by_size(name) for name in self.entries},
-            f"{top.size:,} parameters, by bytes": {n: over(n, lambda n, step: sent[n] * step) for n in self.entries},
+            "The end of every run": {name: by_size(name) for name in names},
+            f"{title}, by bytes": {name: by_bytes(name) for name in names},
         }
         axes = ["parameters without tables", "MB received by a device", f"seconds at {self.config.rate}"]
-        if all(seconds.values()):
-            by_time = {name: over(name, lambda name, step: (seconds[name] or 0) * step) for name in self.entries}
-            panels[f"{top.size:,} parameters, by time"] = by_time
+        if all(timed.values()):
+            panels[f"{title}, by time"] = {name: by_time(name) for name in names}
         draw(path, panels, axes[: len(panels)], "validation loss, nats a byte", x_scale="log", columns=len(panels))
 
 

@@ -27,7 +27,7 @@ import math
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
@@ -212,6 +212,7 @@ class Trainer:
         workers: int,
         steps: int,
         warm_up: int,
+        start: int = 0,
         boundary: BoundaryFields = WHOLE,
         stages: int = 1,
     ):
@@ -226,10 +227,12 @@ class Trainer:
           workers: K.
           steps: of a run.
           warm_up: the number of steps in which the rate rises, before it falls by a cosine.
+          start: the number of steps at the beginning that exchange dense.
           boundary: between the stages.
           stages: into which the model would be cut: here they run one after another.
         """
-        self.text, self.steps, cuts = text, steps, even_cuts(layers + 2, stages)
+        self.text, self.steps, self.start, cuts = text, steps, start, even_cuts(layers + 2, stages)
+        method = replace(method, start=start) if start else method
         self._model = partial(model_of, text, layers, width, cuts=cuts, rank=boundary.rank)
         model, task = self._model(), make_task(text.info, 0.0)
         parts = cut(model, decoders(cuts) if boundary.rank else cuts)
@@ -259,13 +262,14 @@ class Trainer:
         self._params = jax.jit(lambda state: step_of(0.0).params(state))
         self._evaluate = jax.jit(evaluate)
         if stages == 1:
-            self.received = jc.wire_report(make_chain(method, optimizer, shape, width), model.params, workers).received
+            report = jc.wire_report(make_chain(method, optimizer, shape, width), model.params, workers)
+            self.received, self.dense = report.received, report.dense
         else:
             functions, shapes = [partial(run, part.graph) for part in parts], [part.params for part in parts]
             pipeline = jc.Pipeline(functions, lambda *_: (jnp.zeros(()), {}), shapes, boundaries=[sends] * len(cuts))
             batch = {"text": jax.ShapeDtypeStruct((text.batch, text.info.length + 1), jnp.uint8)}
             costs = pipeline.report(jc.chain(jc.plump_dp(), optax.sgd(0.1)), batch, 1).boundaries
-            self.received = sum(cost.forward + cost.backward for cost in costs) / stages
+            self.received = self.dense = sum(cost.forward + cost.backward for cost in costs) / stages
 
     def run(self, rate: float, seed: int, evaluations: int) -> Record:
         """Trains, and returns losses of the test split by step, bytes that a device received by then, and seconds."""
@@ -281,12 +285,13 @@ class Trainer:
             if step in marks:
                 losses.append(self._loss(state))
         rows.close()
+        received = [self.received * step + (self.dense - self.received) * min(step, self.start) for step in marks]
         return {
             "loss": losses[-1],
             "losses": losses,
             "steps": marks,
-            "received": [self.received * step for step in marks],
-            "bytes_per_step": self.received,
+            "received": received,
+            "bytes_per_step": received[-1] / self.steps,
             "seconds_per_step": statistics.median(seconds),
             "seconds": time.perf_counter() - begin,
             "cpu_seconds": time.process_time() - used,  # of all cores: does not depend on what else runs here

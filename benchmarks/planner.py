@@ -2,6 +2,7 @@
 
     python -m benchmarks.planner --hosts 2,4,8 --rate 100mbit,1gbit   # predicted and measured, cell by cell
     python -m benchmarks.planner --calibrate                          # measures jaxcomm/planner/costs.json
+    python -m benchmarks.planner --accuracies                         # writes its accuracies from docs/data
 
 A cell is a method, a number of hosts and a rate; "100mbit/1gbit" is a slow link for host 0. For each number of hosts
 and rate, `jaxcomm.advise` first measures and predicts on the hosts; then every method's whole train step is
@@ -14,7 +15,7 @@ import itertools
 import json
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,19 +32,24 @@ import jaxcomm as jc
 from benchmarks import harness
 from benchmarks.conditions import headed
 from benchmarks.harness import Control, HostOptions, Row
+from benchmarks.ladder import Config as LadderConfig
+from benchmarks.ladder import Ladder
 from benchmarks.shapes import shapes_of
 from configs import CONFIGS
 from configs.methods import DctDp, LocalSgd, Method, PlumpDp, PowerSgd, QuantDp, RandomK, Sign, TopK
 from jaxcomm.planner.advice import DENSE, candidates
 from jaxcomm.planner.costs import Accuracy, Bench, cost_key, lower_coding, measure_copy
-from train.compare import summarise
+from train.compare import interval, summarise
 from train.loop import describe
 from train.processes import prepare_jax
+from train.records import Records
 from train.tables import print_table, write_records
 
 COSTS = Path(__file__).parents[1] / "jaxcomm" / "planner" / "costs.json"
-ACCURACY = Path(__file__).parents[1] / "docs" / "data" / "compare_fashion.json"
-# The candidates whose accuracy is known, as the trainer's methods, with the defaults of the library.
+DATA = Path(__file__).parents[1] / "docs" / "data"
+ACCURACY, LADDER = DATA / "compare_fashion.json", DATA / "ladder.json"
+ON_LADDER = {"powersgd(4)": "powersgd", "topk(0.99)": "topk", "dct_dp(0.99)": "dct_dp", "quant_dp(8)": "quant_dp"}
+# The candidates whose accuracy on images is known, as the trainer's methods, with the defaults of the library.
 MEASURED: dict[str, Method] = {
     "dct_dp(0.99)": DctDp(sparsity=0.99, life_span=1000),
     "topk(0.99)": TopK(sparsity=0.99),
@@ -79,12 +85,16 @@ class Config(HostOptions):
     regions: bool = False
     """Draw which method a rapid estimate finds fastest, by link speed and computing time; no lab is needed."""
     calibrate: bool = False  # Measure the table of costs on this machine instead.
+    accuracies: bool = False  # Read the accuracies of that table from the records instead, and keep its costs.
 
 
 def main(config: Config) -> None:
     """Runs the hosts, prints the table, and writes it where asked."""
     if config.calibrate:
         calibrate(config)
+        return
+    if config.accuracies:
+        write_table(json.loads(COSTS.read_text()))
         return
     if config.regions:
         draw_regions(config)
@@ -350,14 +360,18 @@ def calibrate(config: Config) -> None:
         "source": "python -m benchmarks.planner --calibrate",
         "device": jax.devices()[0].device_kind,
         "copies": table_of_costs,
-        "accuracy": accuracy(),
     }
-    COSTS.write_text(json.dumps(table, indent=2) + "\n")
+    write_table(table)
+
+
+def write_table(table: Mapping[str, Any]) -> None:
+    """Writes a table of costs, with what the records have about accuracy."""
+    COSTS.write_text(json.dumps({**table, "accuracy": accuracy()}, indent=2) + "\n")
     print(f"written to {COSTS}")
 
 
 def accuracy() -> dict[str, dict[str, Any]]:
-    """Returns what docs/data/compare_fashion.json has about the candidates: the fields of an `Accuracy`."""
+    """Returns the fields of an `Accuracy` for the candidates: of the ladder's GPT, otherwise of Fashion-MNIST."""
     records = json.loads(ACCURACY.read_text())
     dense = [100 * run["scores"]["accuracy"] for run in _runs_of(records, PlumpDp())]
     known = dict[str, dict[str, Any]]()
@@ -366,7 +380,24 @@ def accuracy() -> dict[str, dict[str, Any]]:
         row = summarise(runs, dense=dense, margin=0.0)
         points = (-row[column] for column in ("points_below_dense", "below_high", "below_low"))
         on = f"Fashion-MNIST, {runs[0]['about']['steps']:,} steps, {row['seeds']} seeds"
-        known[name] = Accuracy(*(round(number, 2) for number in points), on)._asdict()
+        known[name] = Accuracy(*(round(number, 2) for number in points), "points", on)._asdict()
+    return known | ladder_accuracy()
+
+
+def ladder_accuracy() -> dict[str, dict[str, Any]]:
+    """Returns what docs/data/ladder.json has about the candidates, on the largest rung with all of their runs."""
+    ladder = Ladder(LadderConfig(), Records(LADDER), json.loads(LADDER.read_text())[0]["about"])
+    known = dict[str, dict[str, Any]]()
+    for name, entry in ON_LADDER.items():
+        for rung in reversed(ladder.rungs):
+            losses, dense = ladder.final(rung, entry), ladder.final(rung, "dense")
+            if losses and dense:
+                gaps = [own - other for own, other in zip(losses, dense, strict=True)]
+                numbers = (round(number, 3) for number in (statistics.fmean(gaps), *interval(gaps)))
+                size = rung.steps * ladder.about["batch"] * ladder.about["length"]
+                on = f"a GPT of {rung.size:,} parameters on {1e-6 * size:.1f} MB of text, {len(gaps)} seeds"
+                known[name] = Accuracy(*numbers, "nats", on)._asdict()
+                break
     return known
 
 

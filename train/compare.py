@@ -180,6 +180,13 @@ def choose(names: str, settings: dict[tuple[str, str], Method]) -> dict[tuple[st
     return dense | {key: method for key, method in settings.items() if key[0] in names_wanted}
 
 
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Returns the ends of the interval of a mean, by Student's t; there must be two values or more."""
+    quantile = float(scipy.stats.t.ppf((1 + CONFIDENCE) / 2, len(values) - 1))
+    half = quantile * statistics.stdev(values) / math.sqrt(len(values))
+    return statistics.fmean(values) - half, statistics.fmean(values) + half
+
+
 def summarise(runs: Sequence[Record], *, dense: Sequence[float] | None, margin: float) -> dict[str, Any]:
     """Makes a row of the table from the runs of one setting.
 
@@ -196,9 +203,7 @@ def summarise(runs: Sequence[Record], *, dense: Sequence[float] | None, margin: 
     pairs = [0.0] if dense is None else [base - accuracy for base, accuracy in zip(dense, accuracies, strict=True)]
     difference, low, high, verdict = statistics.fmean(pairs), None, None, ""
     if len(pairs) > 1:
-        quantile = float(scipy.stats.t.ppf((1 + CONFIDENCE) / 2, len(pairs) - 1))
-        half = quantile * statistics.stdev(pairs) / math.sqrt(len(pairs))
-        low, high = difference - half, difference + half
+        low, high = interval(pairs)
         verdict = "not worse" if high <= margin else "worse" if low > margin else "not told apart"
     return {
         "seeds": len(runs),

@@ -355,20 +355,28 @@ def known_costs() -> dict[str, Any]:
 
 
 class Accuracy(NamedTuple):
-    """Points of accuracy above dense that were measured of a method, their 95% interval, and on which data."""
+    """What was measured of a method's accuracy, against dense in the same number of steps.
 
-    points: float
+    Attributes:
+      change: points of accuracy above dense, or nats of loss above dense.
+      low, high: the ends of its 95% interval.
+      unit: "points" or "nats".
+      on: the model and the data.
+    """
+
+    change: float
     low: float
     high: float
+    unit: str
     on: str
 
     def __str__(self) -> str:
-        return f"{self.points:+.2f} points (95%: {self.low:+.2f} to {self.high:+.2f}), {self.on}"
+        return f"{self.change:+.2f} {self.unit} (95%: {self.low:+.2f} to {self.high:+.2f}), {self.on}"
 
     @property
-    def loss(self) -> float:
-        """The points that it loses at least: 0 if it cannot be told from dense."""
-        return max(0.0, -self.high)
+    def loss(self) -> float | None:
+        """The nats that it loses at least, 0 if it cannot be told from dense; None if points were measured."""
+        return max(0.0, self.low) if self.unit == "nats" else None
 
 
 def known_accuracy(method: str) -> Accuracy | None:

@@ -40,9 +40,9 @@ class Prediction:
       faster: how many times faster than dense in bfloat16.
       break_even: the link's bits a second above which dense in bfloat16 is as fast; 0 if it always is, infinite if
         never. If links differ, this is the rate of the slowest, with the others in proportion.
-      accuracy: what was measured of its accuracy: points above dense with their 95% interval, and on which data;
-        `AS_DENSE` if it computes what dense does; a dash if nothing is known.
-      loss: the points of accuracy that it loses at least, by that interval; None if nothing is known.
+      accuracy: what was measured of its accuracy: nats of loss, or points of accuracy, above dense, with their 95%
+        interval, and on which model and data; `AS_DENSE` if it computes what dense does; a dash if nothing is known.
+      loss: the nats that it loses at least, by that interval; None if they are not known.
     """
 
     method: str

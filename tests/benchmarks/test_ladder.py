@@ -15,7 +15,7 @@ from train.records import Records
 
 PAGE, DATA = ROOT / "docs" / "measurements" / "ladder.md", ROOT / "docs" / "data" / "ladder.json"
 SMALL = {"experiment": "gpt_stdlib", "widths": "26,35,52,70", "layers": 1, "rates": "0.004,0.008", "hours": 9}
-TRIALS = [(0.008, 0), (0.004, 0), (0.008, 1)]  # of a method
+TRIALS = [(0.008, 0), (0.004, 0), (0.008, 1), (0.008, 2)]  # of a method
 
 
 class StopError(Exception):
@@ -28,10 +28,13 @@ def trained(monkeypatch):
     runs, noise = [], {"dense": 0.01, "stop": 10**9}
 
     class Trainer:
-        def __init__(self, text, layers, width, method, optimizer, *, workers, steps, warm_up, boundary=None, stages=1):
+        def __init__(
+            self, text, layers, width, method, optimizer, *, workers, steps, warm_up, start, boundary=None, stages=1
+        ):
             self.width, self.size, self.workers = width, 12 * width**2 + 15 * width, workers
             entries, self.all_workers = METHODS.items(), 4
-            self.name = next(n for n, e in entries if (e.method, e.optimizer) == (method, optimizer))
+            made = method, optimizer, start / steps > 0.05  # a tenth, rounded to steps
+            self.name = next(n for n, e in entries if (e.method, e.optimizer, e.start > 0) == made)
             if boundary is not None:
                 assert (stages, method, optimizer) == (3, METHODS["dense"].method, "adam")
                 self.name = next(n for n, same in gpt.boundaries(width).items() if same == boundary)
@@ -44,7 +47,8 @@ def trained(monkeypatch):
             runs.append((self.width, self.name, rate, seed))
             A = 30 + 5 * list(METHODS if self.all_workers == 4 else BOUNDARIES).index(self.name)
             loss = 1 + A * self.size**-0.3 + 0.1 * (rate == 0.004) + noise["dense"] * seed / 2
-            return {"loss": loss, "losses": [4.0, loss], "steps": [1, 2], "bytes_per_step": 5e5, "seconds": 1.0}
+            sent = {"received": [5e5, 1e6], "bytes_per_step": 5e5}
+            return {"loss": loss, "losses": [4.0, loss], "steps": [1, 2], "seconds": 1.0} | sent
 
         def time(self, steps):
             assert self.workers == 1
@@ -99,10 +103,10 @@ def test_the_search_of_a_rate(trained, config, monkeypatch, best, tried):
 
     monkeypatch.setattr(ladder.Trainer, "run", lossy)
     ladder.main(Config(**vars(config) | {"rates": "0.001,0.002,0.004,0.008,0.016,0.032"}))
-    assert [trial[2:] for trial in runs[: len(tried) + 1]] == [*((rate, 0) for rate in tried), (best, 1)]
+    assert [trial[2:] for trial in runs[: len(tried) + 2]] == [*((rate, 0) for rate in tried), (best, 1), (best, 2)]
     second = [trial[2:] for trial in runs if trial[:2] == (35, "dense")]
     assert second[0] == (best, 0)
-    assert second[-1] == (best, 1)
+    assert second[-1] == (best, 2)
 
 
 def test_rates_are_refused():
@@ -131,7 +135,7 @@ def test_no_run_starts_late(trained, config, capsys):
 def test_a_noisy_baseline_is_refused(trained, config):
     trained[1]["dense"] = 0.06
     with pytest.raises(
-        ValueError, match=r"within 0\.02 nats .* got 0\.030 by dense of 8,502 parameters .* of 0\.008\. L"
+        ValueError, match=r"within 0\.02 nats .* got 0\.060 by dense of 8,502 parameters .* of 0\.008\. L"
     ):
         ladder.main(config)
     assert {run[1] for run in trained[0]} == {"dense"}
@@ -153,7 +157,7 @@ def test_the_last_rung_waits_for_the_commit(trained, config, tmp_path, capsys):
     assert "The ladder is complete." in capsys.readouterr().out
     assert matplotlib.image.imread(figure).std() > 0.05
     ladder.main(config)
-    assert len(runs) == count + 30
+    assert len(runs) == count + 3 * len(METHODS)
 
 
 def test_the_prediction(trained, config):
@@ -162,11 +166,12 @@ def test_the_prediction(trained, config):
     prediction = json.loads(config.json.read_text())[-1]
     size = 12 * 70**2 + 15 * 70
     assert prediction["rates"] == dict.fromkeys(METHODS, 0.008)
-    assert prediction["E"] == pytest.approx(1.0025, abs=0.01)  # half of the seeds' difference
+    assert prediction["E"] == pytest.approx(1.005, abs=0.01)  # the mean over the seeds
     assert prediction["gaps"]["powersgd"] == pytest.approx(10 * size**-0.3, rel=0.02)
-    assert prediction["gaps"]["muloco"] == pytest.approx((75 - 35) * size**-0.3, rel=0.02)
+    assert prediction["gaps"]["muloco"] == pytest.approx((85 - 35) * size**-0.3, rel=0.02)
     low, high = prediction["gap_intervals"]["powersgd"]
-    assert low <= prediction["gaps"]["powersgd"] <= high
+    gap, rounding = prediction["gaps"]["powersgd"], 1e-3  # the law is not linear in the losses
+    assert low - rounding <= gap <= high + rounding
 
 
 def test_another_text_or_option_is_refused(trained, config):

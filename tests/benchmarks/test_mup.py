@@ -12,7 +12,7 @@ import pytest
 import jaxcomm as jc
 from benchmarks import gpt, mup
 from benchmarks.mup import BASE, Text, Trainer, body_size, make_chain, model_of, rate_factors
-from configs.methods import LocalSgd, PlumpDp
+from configs.methods import LocalSgd, PlumpDp, TopK
 from models.bottleneck import MULTIPLIER, decoders
 from models.functional import apply, cut
 from train.tasks import make_task
@@ -144,6 +144,21 @@ def test_runs_share_a_program_and_repeat():
     assert trainer._step._cache_size() == 1
     together = Trainer(TEXT, 1, 8, PlumpDp(), "adam", **options | {"workers": 1}).run(1e-3, 0, 2)
     assert together["losses"] == pytest.approx(first["losses"], rel=1e-5)
+
+
+def test_a_dense_start():
+    """Two of four steps exchange as dense does, and receive as many bytes."""
+    options = {"workers": 2, "steps": 4, "warm_up": 1}
+    dense = Trainer(TEXT, 1, 8, PlumpDp(), "adam", **options).run(0.1, 0, 4)
+    method = TopK(sparsity=0.9)
+    whole = Trainer(TEXT, 1, 8, method, "adam", **options).run(0.1, 0, 4)
+    run = Trainer(TEXT, 1, 8, method, "adam", start=2, **options).run(0.1, 0, 4)
+    assert run["losses"][:2] == pytest.approx(dense["losses"][:2], rel=1e-6)
+    assert run["losses"][2] != pytest.approx(dense["losses"][2], rel=1e-6)
+    assert run["losses"][1] != pytest.approx(whole["losses"][1], rel=1e-6)
+    bytes_of = dense["bytes_per_step"], whole["bytes_per_step"]
+    assert run["received"] == np.cumsum(np.repeat(bytes_of, 2)).tolist()
+    assert run["bytes_per_step"] == sum(bytes_of) / 2
 
 
 def test_local_methods_scale_before_the_exchange():

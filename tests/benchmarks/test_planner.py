@@ -4,12 +4,14 @@ import json
 
 import pytest
 
+from benchmarks.ladder import METHODS
 from benchmarks.planner import COMPUTED, COSTS, MEASURED, Accuracy, accuracy, problem, summary
 from benchmarks.shapes import MODELS, with_biases
 from configs import CONFIGS
 from configs.methods import PlumpDp, TopK
 from jaxcomm.planner.advice import DENSE
 from train.loop import describe
+from train.seeds import label
 
 
 def row(method, predicted, median, faster_predicted, faster_measured):
@@ -35,8 +37,20 @@ def test_known_accuracy():
     assert json.loads(COSTS.read_text())["accuracy"] == accuracy()
 
 
+def ladder_records():
+    """Runs of the first rung at three rates, of which the middle one is best: nats above dense 0.15, 0.2 and 0.25."""
+    about = {"length": 256, "batch": 16}
+    for name, losses in {"dense": (2.0, 2.1, 2.2), "topk": (2.15, 2.3, 2.45), "powersgd": (2.0,)}.items():
+        key = {"of": "run", "about": about, "width": 48, "method": name, "setting": label(METHODS[name].method)}
+        trials = [(0.016, seed, loss) for seed, loss in enumerate(losses)] + [(0.008, 0, 3.0), (0.032, 0, 3.0)]
+        yield from (key | {"rate": rate, "seed": seed, "loss": loss} for rate, seed, loss in trials)
+
+
 def test_interval_of_accuracy(tmp_path, monkeypatch):
-    """Points below dense of 1, 2 and 3: the mean is 2, its standard error 1/sqrt(3), and Student's t 4.303."""
+    """Points below dense of 1, 2 and 3: the mean is 2, its standard error 1/sqrt(3), and Student's t 4.303.
+
+    Nats are 0.05 apart: a twentieth of it, around 0.2. powersgd lacks seeds.
+    """
 
     def runs(method, *accuracies):
         about = describe(CONFIGS["fashion"], method)
@@ -51,10 +65,22 @@ def test_interval_of_accuracy(tmp_path, monkeypatch):
     records = [*runs(PlumpDp(), 90, 91, 92), *(run for method in methods for run in runs(method, 0, 0, 0))]
     records += [run for method in MEASURED.values() for run in reversed([*runs(method, 89, 89, 89)])]
     monkeypatch.setattr("benchmarks.planner.ACCURACY", tmp_path / "runs.json")
+    monkeypatch.setattr("benchmarks.planner.LADDER", tmp_path / "ladder.json")
     fields = {"bytes_per_step": 1.0, "dense_bytes": 1.0, "overflow_per_step": 0.0, "skipped": 0, "parameters": 1}
     (tmp_path / "runs.json").write_text(json.dumps([record | fields for record in records]))
-    expected = {"points": -2.0, "low": -4.48, "high": 0.48, "on": "Fashion-MNIST, 2,000 steps, 3 seeds"}
-    assert accuracy() == dict.fromkeys(MEASURED, expected)
+    expected = {
+        "change": -2.0,
+        "low": -4.48,
+        "high": 0.48,
+        "unit": "points",
+        "on": "Fashion-MNIST, 2,000 steps, 3 seeds",
+    }
+    (tmp_path / "ladder.json").write_text(json.dumps([*ladder_records()]))
+    expected_nats = {"change": 0.2, "low": 0.076, "high": 0.324, "unit": "nats"}
+    on = "a GPT of 113,184 parameters on 2.3 MB of text, 3 seeds"
+    nats = {"topk(0.99)": expected_nats | {"on": on}}
+    assert accuracy() == dict.fromkeys(MEASURED, expected) | nats
+    assert (Accuracy(**expected).loss, Accuracy(**nats["topk(0.99)"]).loss) == (None, 0.076)
     assert str(Accuracy(**expected)) == "-2.00 points (95%: -4.48 to +0.48), Fashion-MNIST, 2,000 steps, 3 seeds"
 
 

@@ -30,7 +30,7 @@ TABLE = {
         "plump_dp/float16": {"fixed": 9.0, "a_worker": 0.5},  # never the fastest
         "topk/bfloat16": {"fixed": 10.0, "a_worker": 1.0},
     },
-    "accuracy": {"topk": {"points": -1.0, "low": -1.5, "high": -0.5, "on": "a table"}},
+    "accuracy": {"topk": {"change": 0.1, "low": 0.05, "high": 0.15, "unit": "nats", "on": "a table"}},
 }
 
 
@@ -75,7 +75,7 @@ def test_rapid_by_hand(table):
     assert not topk.measured
     assert topk.low < topk.step < topk.high
     assert topk.memory > 4 * N
-    assert (topk.accuracy, topk.loss) == ("-1.00 points (95%: -1.50 to -0.50), a table", 0.5)
+    assert (topk.accuracy, topk.loss) == ("+0.10 nats (95%: +0.05 to +0.15), a table", 0.05)
     assert narrow.accuracy == "-"
     assert advice.best == "topk"
     assert [row.step for row in advice.predictions] == sorted(row.step for row in advice.predictions)
@@ -133,7 +133,7 @@ def test_too_little_to_gain(table):
     assert (slow.best, fast.keeps_dense) == ("topk", True)
     text = str(slow)
     assert "verdict: topk: " in text
-    assert text.endswith(". Its accuracy against dense: -1.00 points (95%: -1.50 to -0.50), a table.")
+    assert text.endswith(". Its accuracy against dense: +0.10 nats (95%: +0.05 to +0.15), a table.")
     assert "~ from the table of costs" in text
     record = json.loads(slow.json())
     assert record["best"] == "topk"
