@@ -75,6 +75,14 @@ def test_the_boundaries_of_the_pipelines():
     }
 
 
+def test_the_index_says_what_a_learned_boundary_costs():
+    """d/8 of 48 features is six numbers; whole activations are what it is compared with."""
+    rows = json.loads((ROOT / "docs/data/ladder_boundaries.json").read_text())
+    means = [fmean(r["loss"] for r in rows if (r["method"], r["rate"]) == (n, 0.016)) for n in ("d/8", "dense")]
+    text = f"Six learned numbers in place of 48 features cost {means[0] - means[1]:.2f} nats"
+    assert text in text_of("docs/measurements/index.md")
+
+
 def loss_cell(losses: list[float]) -> str:
     """The mean over the seeds, and the distance between them."""
     return f"{fmean(losses):.3f}" + (f" ({max(losses) - min(losses):.3f})" if len(losses) > 1 else "")
