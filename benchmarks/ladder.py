@@ -111,11 +111,11 @@ class Config:
     widths: str = "48,64,96,128"  # Features of a token, of every rung, separated by commas.
     layers: int = 4  # Layers of every model.
     bytes_per_parameter: float = 20  # Bytes to train on for each parameter outside of tables and logits.
-    rates: str = "0.002,0.004,0.008,0.016,0.032,0.064,0.128"
+    rates: str = "0.001,0.002,0.004,0.008,0.016,0.032,0.064"
     """Peaks of the learning rate at 48 features that may be tried, separated by commas, the first one in the middle: it
     rises over a part of the steps, then falls by a cosine."""
     warm_up: float = 0.1  # The part of the steps in which the learning rate rises.
-    batch: int = 16  # Rows per step, over all workers.
+    batch: int = 4  # Rows per step, over all workers.
     workers: int = 4  # Simulated workers.
     evaluations: int = 6  # Evaluations on the test split in a run.
     seeds: int = 3  # Runs of each method at its best rate, with the seeds 0, 1, ...

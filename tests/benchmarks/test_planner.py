@@ -39,7 +39,7 @@ def test_known_accuracy():
 
 def ladder_records():
     """Runs of the first rung at three rates, of which the middle one is best: nats above dense 0.15, 0.2 and 0.25."""
-    about = {"length": 256, "batch": 16}
+    about = {"length": 256, "batch": 4}
     for name, losses in {"dense": (2.0, 2.1, 2.2), "topk": (2.15, 2.3, 2.45), "powersgd": (2.0,)}.items():
         key = {"of": "run", "about": about, "width": 48, "method": name, "setting": label(METHODS[name].method)}
         trials = [(0.016, seed, loss) for seed, loss in enumerate(losses)] + [(0.008, 0, 3.0), (0.032, 0, 3.0)]
