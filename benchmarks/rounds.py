@@ -45,7 +45,7 @@ TRAINED, ROWS, HIDDEN = 1400, 32, 1024
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(harness.Options):
     """Train with workers that come and go, and without."""
 
     rate: str = "100mbit"  # Rate of every worker's link.
@@ -55,7 +55,6 @@ class Config:
     steps: int = 10  # Local steps of a round.
     overlap: int = 5  # Local steps that a worker may take while its round is under way.
     python: str = sys.executable  # The Python that has moto.
-    json: Path | None = None  # File for the rows, as a list of records.
     kind: str = ""  # Of a host's process: "faults" or "undisturbed".
 
 

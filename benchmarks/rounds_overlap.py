@@ -11,7 +11,6 @@ import statistics
 import threading
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -24,7 +23,7 @@ from benchmarks import harness
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(harness.Options):
     """Time rounds with more and more steps ahead."""
 
     latency: float = 0.05  # Seconds of a request.
@@ -32,7 +31,6 @@ class Config:
     steps: int = 30  # Local steps of a round.
     overlaps: str = "0,5,10,20,29"  # Steps that may run ahead, separated by commas.
     rounds: int = 6  # Of each, the first of which does not count.
-    json: Path | None = None  # File for the rows, as a list of records.
 
 
 class Slow:

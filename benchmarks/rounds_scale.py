@@ -17,7 +17,6 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,7 +33,7 @@ DENSE = {"create": PUT, "list": PUT, "read": GET, "remove": 0.0}
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(harness.Options):
     """Show what a store is asked for, and what that costs."""
 
     workers: str = "4,16,64,256,1000"  # Numbers of workers, separated by commas.
@@ -43,7 +42,6 @@ class Config:
     words_a_parameter: float = 1 / 197  # Of a payload: SparseLoCo's.
     seconds: float = 300.0  # Of a round's local steps.
     egress: float = 0.09  # Dollars a GB that leaves the region.
-    json: Path | None = None  # File for the rows, as a list of records.
 
 
 class Clock:

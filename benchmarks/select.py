@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -28,14 +27,13 @@ from jaxcomm.selectors import compact, select_threshold, select_topk, select_wit
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(harness.Options):
     """Time selection and compaction against a copy of the array."""
 
     n: int = 10_000_000  # Elements of the array.
     density: float = 0.01  # Fraction of the elements that are kept.
     repeats: int = 9  # Timed runs of each; the median is shown.
     slow: bool = True  # Time jax.lax.sort as well, which takes seconds.
-    json: Path | None = None  # File for both tables, as one list of records.
 
 
 def main(config: Config) -> None:

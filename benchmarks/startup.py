@@ -19,9 +19,8 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from benchmarks.harness import run, spread
+from benchmarks.harness import Options, run, spread
 from train.tables import print_table, write_records
 
 COMMANDS = {
@@ -95,15 +94,13 @@ JOB = ["-m", "train", "digits", "--no-baseline", "--steps", "1", "--warmup-steps
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Options):
     """Time processes from their start to their end."""
 
     repeats: int = 5
     """Processes of each command. Without --tensors the first does not count, as its files are read from disk."""
     tensors: str = ""
     """Compile steps of so many tensors, or of "llama"; several, separated by commas."""
-    json: Path | None = None
-    """File for the table, as a list of records."""
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from models.blocks import Convolution, Dense, Model, pooled
-from models.dropout import Dropout
+from models.blocks import Convolution, Model, dense_layers, pooled
 
 
 class AlexNet(Model):
@@ -88,16 +87,5 @@ class AlexNet(Model):
                 )
                 for i in range(5)
             ]
-            + [
-                Dense(
-                    sizes[i],
-                    sizes[i + 1],
-                    relu=i < 2,
-                    dropout=Dropout(dropout, i) if i < 2 else None,
-                    dense=dense,
-                    dtype=dtype,
-                    rngs=rngs,
-                )
-                for i in range(3)
-            ]
+            + dense_layers(sizes, (0, 1), dropout, dense=dense, dtype=dtype, rngs=rngs)
         )

@@ -5,7 +5,7 @@ output of the block before (None for the first), an array or a tuple of arrays, 
 one block to the next, so a pipeline may cut the sequence anywhere and send x; every stage has the batch.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -77,6 +77,22 @@ class Dense(nnx.Module):
             x = self.dropout(x, batch)
         y = self.layer(x)  # (B, outputs)
         return nnx.relu(y) if self.relu else y.astype(jnp.float32)
+
+
+def dense_layers(sizes: Sequence[int], dropped: Collection[int], rate: float, **options: Any) -> list[Dense]:
+    """Makes the layers from each size to the next, with ReLUs after all but the last.
+
+    Args:
+      sizes: the inputs of the first layer, then the outputs of each.
+      dropped: the layers whose inputs are dropped.
+      rate: their rate of dropout.
+      **options: of `Dense`, the same for all.
+    """
+    last = len(sizes) - 2
+    return [
+        Dense(sizes[i], sizes[i + 1], relu=i < last, dropout=Dropout(rate, i) if i in dropped else None, **options)
+        for i in range(last + 1)
+    ]
 
 
 class Convolution(nnx.Module):

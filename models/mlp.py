@@ -8,8 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from models.blocks import Dense, Model
-from models.dropout import Dropout
+from models.blocks import Model, dense_layers
 
 
 class Mlp(Model):
@@ -43,15 +42,5 @@ class Mlp(Model):
           rngs: the source of the initial parameters.
         """
         sizes = [math.prod(image_shape), *hidden, num_classes]
-        self.blocks = nnx.List(
-            Dense(
-                sizes[i],
-                sizes[i + 1],
-                relu=i < len(hidden),
-                dropout=Dropout(dropout, i) if i else None,
-                dense=dense,
-                dtype=dtype,
-                rngs=rngs,
-            )
-            for i in range(len(hidden) + 1)
-        )
+        dropped = range(1, len(hidden) + 1)
+        self.blocks = nnx.List(dense_layers(sizes, dropped, dropout, dense=dense, dtype=dtype, rngs=rngs))

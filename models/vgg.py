@@ -7,8 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from models.blocks import Convolution, Dense, Model, pooled
-from models.dropout import Dropout
+from models.blocks import Convolution, Model, dense_layers, pooled
 
 VGG16 = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
 
@@ -77,16 +76,5 @@ class Vgg(Model):
                 )
                 width = outputs
         sizes = (grid * grid * width, *hidden, num_classes)
-        layers = [
-            Dense(
-                sizes[i],
-                sizes[i + 1],
-                relu=i < 2,
-                dropout=Dropout(dropout, i) if i else None,
-                dense=dense,
-                dtype=dtype,
-                rngs=rngs,
-            )
-            for i in range(3)
-        ]
+        layers = dense_layers(sizes, (1, 2), dropout, dense=dense, dtype=dtype, rngs=rngs)
         self.blocks = nnx.List(convolutions + layers)

@@ -35,7 +35,7 @@ SHOWN = ("run", "worker", "rounds", "healed", "failed", "seconds", "goodput", "l
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(harness.Options):
     """Train by torchft's DiLoCo with workers that come and go, and without."""
 
     torch: Path | None = None  # The Python interpreter of an environment that has torchft.
@@ -46,7 +46,6 @@ class Config:
     steps: int = 30  # Local steps of a round.
     seconds: float = 67.0  # Seconds after which the run ends.
     runs: str = ",".join(KINDS)  # Runs, separated by commas.
-    json: Path | None = None  # File for the rows, as a list of records.
     kind: str = ""  # Of a host's process: one of --runs.
 
 

@@ -54,7 +54,8 @@ def _to_words(numbers: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(numbers, jnp.uint32)
 
 
-def _to_floats(words: jax.Array) -> jax.Array:
+def to_floats(words: jax.Array) -> jax.Array:
+    """Returns the float32 numbers whose bits these are."""
     return lax.bitcast_convert_type(words, jnp.float32)
 
 
@@ -100,7 +101,7 @@ class Buckets:
         """Returns the scale of every bucket, (m / bucket,), and whether all values and scales are finite: () bool."""
         if self.norm == "max":
             # A maximum of the bits as integers, of which NaN is the largest: a maximum of floats may lose it.
-            scale = _to_floats(largest_of_each(magnitude_bits(values), self.bucket))
+            scale = to_floats(largest_of_each(magnitude_bits(values), self.bucket))
             ok = jnp.asarray(True)  # only finite scales are read as finite
         else:
             scale = jnp.sqrt(jnp.sum(jnp.square(values.reshape(-1, self.bucket)), axis=1))
@@ -132,7 +133,7 @@ class Buckets:
         """Reads values."""
         del start
         n_scales = m // self.bucket
-        step = _to_floats(words[:n_scales]) * np.float32(1 / self.levels)
+        step = to_floats(words[:n_scales]) * np.float32(1 / self.levels)
         code = bits.unpack_numbers(words[n_scales:], m, self.width) - self.levels
         return (self._in_buckets(code.astype(jnp.float32)) * step[:, None, None]).reshape(-1)
 
@@ -252,7 +253,7 @@ class BlockSigns:
     def decode(self, words: jax.Array, m: int, start: jax.Array | int) -> jax.Array:
         """Reads values."""
         n_blocks = m // BLOCK
-        scale = _to_floats(words[:n_blocks])[:, None, None]
+        scale = to_floats(words[:n_blocks])[:, None, None]
         negative = in_blocks(bits.unpack(words[n_blocks:]))
         is_used = in_blocks(jnp.arange(BLOCK, dtype=jnp.int32)) < self._used(m, start)[:, None, None]
         return jnp.where(is_used, jnp.where(negative, -scale, scale), 0.0).reshape(-1)

@@ -113,17 +113,9 @@ class QuantDp(CodedExchange):
         return Summands(codes, scale, levels, ok)
 
     def codecs(self, layout: Layout, step: jax.Array, worker: jax.Array | int) -> tuple[Buckets, PartCodec]:
-        first, second = rounding_keys(self.seed, step, worker)
         make = functools.partial(Buckets, self.bits, self.bucket, self.norm)
-        return make(first), make(second)
-
-
-def rounding_keys(seed: int, step: jax.Array, worker: jax.Array | int) -> tuple[jax.Array, jax.Array]:
-    """Returns the keys for rounding a worker's vector, (seed, step, 0, worker), and the sums, (seed, step, 1).
-
-    All owners share the second key: each rounds its own part of the sum with that part of the random sequence.
-    """
-    return noise.make_key(seed, step, 0, worker), noise.make_key(seed, step, 1)
+        # All owners share the second key: each rounds its own part of the sum with that part of the random sequence.
+        return make(noise.make_key(self.seed, step, 0, worker)), make(noise.make_key(self.seed, step, 1))
 
 
 quant_dp = transformation(QuantDp)

@@ -9,10 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.tree_util import KeyPath
 
 from jaxcomm.accounting.report import wire_report
 from jaxcomm.collectives.axis import AxisName, axis_names
+from jaxcomm.exchange import leaf_name
 from jaxcomm.layers.late_multiply import late_traffic, reduce_traffic
 from jaxcomm.traffic import Traffic
 from jaxcomm.types import PyTree
@@ -188,7 +188,7 @@ def _kernels(kernels: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
 
     shapes = {}
     for path, node in jax.tree_util.tree_leaves_with_path(kernels, is_leaf=is_shape):
-        name_path, shape = _path_text(path), tuple(node) if is_shape(node) else tuple(jnp.shape(node))
+        name_path, shape = leaf_name(path), tuple(node) if is_shape(node) else tuple(jnp.shape(node))
         layer, _, name = name_path.rpartition("/")
         if is_shape(node):
             layer = layer if name == "kernel" else name_path
@@ -200,7 +200,3 @@ def _kernels(kernels: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
             continue
         shapes[layer] = shape
     return shapes
-
-
-def _path_text(path: KeyPath) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator="/")

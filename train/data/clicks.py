@@ -4,17 +4,16 @@ python -m train.data.clicks prepare --input train.txt --out FOLDER --categories 
 python -m train.data.clicks generate --rows 200000 --seed 0 --out FILE
 """
 
-import json
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Literal
-
-import tyro
+from typing import Any, Literal
 
 from train.data.click_store import prepare_log
 from train.data.click_tables import Hashed, Indexed
 from train.data.click_teacher import generate
+from train.data.commands import run_command
 from train.data.info import resolve_data_dir
 
 
@@ -35,12 +34,10 @@ class Prepare:
     max_malformed: float = 1e-4
     """Largest fraction of lines that may be malformed; they are left out, and listed in malformed.tsv."""
 
-    def run(self) -> None:
-        """Prepares the log and prints what it holds."""
-        facts = prepare_log(
-            "criteo", self.input, resolve_data_dir(self.out), self.kind(), max_malformed=self.max_malformed
-        )
-        print(json.dumps(facts, indent=2))
+    def run(self) -> dict[str, Any]:
+        """Prepares the log; returns what it holds."""
+        root = resolve_data_dir(self.out)
+        return prepare_log("criteo", self.input, root, self.kind(), max_malformed=self.max_malformed)
 
     def kind(self) -> Hashed | Indexed:
         """Returns how categories become ids.
@@ -72,21 +69,12 @@ class Generate:
     seed: int = 0
     """Seed of the teacher and of the rows."""
 
-    def run(self) -> None:
-        """Writes the log and prints what the teacher reaches."""
-        print(json.dumps(generate(self.rows, self.seed, self.out), indent=2))
+    def run(self) -> dict[str, object]:
+        """Writes the log; returns what the teacher reaches."""
+        return generate(self.rows, self.seed, self.out)
 
 
-def main(args: list[str] | None = None) -> int:
-    """Runs a command; returns 0, or 2 for input that cannot be used."""
-    command = tyro.extras.subcommand_cli_from_dict({"prepare": Prepare, "generate": Generate}, args=args)
-    try:
-        command.run()
-    except (ValueError, OSError) as error:
-        print(f"clicks: {error}", file=sys.stderr)
-        return 2
-    return 0
-
+main = partial(run_command, "clicks", {"prepare": Prepare, "generate": Generate})
 
 if __name__ == "__main__":
     sys.exit(main())

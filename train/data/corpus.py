@@ -3,13 +3,13 @@
 python -m train.data.corpus prepare --input linux-source-6.1 --out FOLDER     # the unpacked sources
 """
 
-import json
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-import tyro
-
+from train.data.commands import run_command
 from train.data.corpus_store import LINUX_FOLDER, LINUX_SUFFIXES, LINUX_WITHOUT, Window, files_of, prepare_corpus
 from train.data.info import resolve_data_dir
 from train.data.placing import check_new
@@ -29,8 +29,8 @@ class Prepare:
     megabytes: int = 64
     """Megabytes of text in the train split, at most."""
 
-    def run(self) -> None:
-        """Prepares the text and prints what it holds."""
+    def run(self) -> dict[str, Any]:
+        """Prepares the text; returns what it holds."""
         root = resolve_data_dir(self.out)
         check_new(root / LINUX_FOLDER)
         if not self.input.is_dir():
@@ -38,23 +38,10 @@ class Prepare:
         if self.megabytes < 1:
             raise ValueError(f"--megabytes must be at least 1; got {self.megabytes}.")
         files, window = files_of(self.input, LINUX_SUFFIXES, LINUX_WITHOUT), Window(256, self.megabytes * 10**6)
-        print(
-            json.dumps(
-                prepare_corpus("linux", self.input, files, window, root, LINUX_FOLDER, keep_first=False), indent=2
-            )
-        )
+        return prepare_corpus("linux", self.input, files, window, root, LINUX_FOLDER, keep_first=False)
 
 
-def main(args: list[str] | None = None) -> int:
-    """Runs a command; returns 0, or 2 for input that cannot be used."""
-    command = tyro.extras.subcommand_cli_from_dict({"prepare": Prepare}, args=args)
-    try:
-        command.run()
-    except (ValueError, OSError) as error:
-        print(f"corpus: {error}", file=sys.stderr)
-        return 2
-    return 0
-
+main = partial(run_command, "corpus", {"prepare": Prepare})
 
 if __name__ == "__main__":
     sys.exit(main())

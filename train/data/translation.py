@@ -3,13 +3,13 @@
 python -m train.data.translation prepare --input FOLDER --out FOLDER     # train.de, train.en, valid.*, test.*
 """
 
-import json
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-import tyro
-
+from train.data.commands import run_command
 from train.data.info import resolve_data_dir
 from train.data.placing import check_new
 from train.data.text_pairs import read_parallel
@@ -35,26 +35,16 @@ class Prepare:
     target_length: int = 128
     """Subwords of a target, begin and end included."""
 
-    def run(self) -> None:
-        """Prepares the text and prints what it holds."""
+    def run(self) -> dict[str, Any]:
+        """Prepares the text; returns what it holds."""
         root, languages = resolve_data_dir(self.out), (self.source, self.target)
         check_new(root / folder_of("iwslt14"))
         pairs = read_parallel(self.input, languages)
         lengths = Lengths(self.vocabulary_size, self.source_length, self.target_length)
-        facts = prepare_pairs("iwslt14", pairs, languages, lengths, root)
-        print(json.dumps(facts, indent=2))
+        return prepare_pairs("iwslt14", pairs, languages, lengths, root)
 
 
-def main(args: list[str] | None = None) -> int:
-    """Runs a command; returns 0, or 2 for input that cannot be used."""
-    command = tyro.extras.subcommand_cli_from_dict({"prepare": Prepare}, args=args)
-    try:
-        command.run()
-    except (ValueError, OSError) as error:
-        print(f"translation: {error}", file=sys.stderr)
-        return 2
-    return 0
-
+main = partial(run_command, "translation", {"prepare": Prepare})
 
 if __name__ == "__main__":
     sys.exit(main())
