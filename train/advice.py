@@ -19,7 +19,7 @@ from train.methods import make_exchange, make_optimizer, run_name
 from train.tasks import make_task
 
 
-def advise_experiment(experiment: Experiment, seconds: float = 60.0) -> tuple[Advice, Plan | None]:
+def advise_experiment(experiment: Experiment) -> tuple[Advice, Plan | None]:
     """Measures an experiment's model, batch, optimizer and mesh, and compares methods, including its own.
 
     All processes of the mesh must call it together.
@@ -72,7 +72,6 @@ def advise_experiment(experiment: Experiment, seconds: float = 60.0) -> tuple[Ad
         optimizer=make_optimizer(experiment),
         methods=candidates() | {f"--method {run_name(experiment.method)}": exchange},
         dense_layers=layer_rows(experiment, info),
-        seconds=seconds,
     )
     if experiment.plan is None:
         return advice, None

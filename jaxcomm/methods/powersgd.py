@@ -131,7 +131,7 @@ class PowerSgd(Exchange):
             means, ok = dense_mean(dense, self.axis_name)
             return Exchanged(zeros_unless(ok, means), residual, ExchangeMetrics.of(ok, sent=0)), old_q
 
-        runs = _runs(layout, groups)
+        runs = _runs(groups)
         x = _accumulated(inside, residual[0], layout, groups, runs)
         with jax.named_scope(ENCODE):
             p = [_matmul("bnm,bmr->bnr", *pair) for pair in zip(x, _by_rows(_unit_columns, old_q), strict=True)]
@@ -200,7 +200,7 @@ def _check_q(q: Sequence[jax.Array], groups: Sequence[_Group], rank: int) -> Non
         )
 
 
-def _runs(layout: Layout, groups: Sequence[_Group]) -> list[_Run]:
+def _runs(groups: Sequence[_Group]) -> list[_Run]:
     """Returns the runs of all groups, in the order of the flat vector."""
     runs = list[_Run]()
     for index, group in enumerate(groups):
