@@ -456,16 +456,16 @@ class Ladder:
 
     def _costs(self, rung: Rung, name: str) -> Record:
         own, dense = (self._best_runs(rung, n)[0]["bytes_per_step"] for n in (name, "dense"))
+        row: Record = {"method": self.entries[name].label, "bytes a step": round(own)}
+        row |= {"fewer than dense": round(dense / own, 1)}
+        if self.is_cut:
+            return row  # boundaries are not timed here
         timed = self.records.find(self._key("worker's step", rung, name))
         seconds = self._seconds(rung, name)
-        row = {
-            "method": self.entries[name].label,
-            "bytes a step": round(own),
-            "fewer than dense": round(dense / own, 1),
+        return row | {
             "a worker's step, ms": timed and round(1e3 * timed["seconds"], 1),
             f"run at {self.config.rate}, s": seconds and round(rung.steps * seconds),
         }
-        return {column: value for column, value in row.items() if value is not None}  # boundaries are not timed here
 
     def _outcome(self, prediction: Record, name: str) -> Record:
         last, own = self.rungs[-1], self.entries[name].baseline

@@ -393,7 +393,7 @@ def ladder_accuracy() -> dict[str, dict[str, Any]]:
             losses, dense = ladder.final(rung, entry), ladder.final(rung, "dense")
             if losses and dense:
                 gaps = [own - other for own, other in zip(losses, dense, strict=True)]
-                numbers = (round(number, 3) for number in (statistics.fmean(gaps), *interval(gaps)))
+                numbers = (round(number, 3) + 0.0 for number in (statistics.fmean(gaps), *interval(gaps)))  # no -0.0
                 size = rung.steps * ladder.about["batch"] * ladder.about["length"]
                 on = f"a GPT of {rung.size:,} parameters on {1e-6 * size:.1f} MB of text, {len(gaps)} seeds"
                 known[name] = Accuracy(*numbers, "nats", on)._asdict()

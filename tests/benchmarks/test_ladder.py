@@ -174,6 +174,21 @@ def test_the_prediction(trained, config):
     assert low - rounding <= gap <= high + rounding
 
 
+def test_a_method_that_is_not_timed_yet_is_shown(trained, config, monkeypatch, capsys):
+    time = ladder.Trainer.time
+
+    def killed(self, steps):
+        if self.name != "dense":
+            raise StopError
+        return time(self, steps)
+
+    monkeypatch.setattr(ladder.Trainer, "time", killed)
+    with pytest.raises(StopError):
+        ladder.main(config)
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if "dense, Muon" in line and "500,000" in line]
+    assert [cell.strip() for cell in row.split("│")[-3:-1]] == ["-", "-"]
+
+
 def test_another_text_or_option_is_refused(trained, config):
     ladder.main(Config(**vars(config) | {"hours": 1}))
     with pytest.raises(ValueError, match="where warm_up is"):
