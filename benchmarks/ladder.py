@@ -446,10 +446,9 @@ class Ladder:
         low, high = interval([slope(means) for means in draws(losses)])
         return f"{slope({n: np.mean(rows, axis=1) for n, rows in losses.items()}):+.3f} ({low:+.3f} to {high:+.3f})"
 
-    def _seconds(self, rung: Rung, name: str) -> float | None:
-        """Returns the seconds of a step at the link's rate: computing, then bytes."""
-        timed, run = self.records.find(self._key("worker's step", rung, name)), self._best_runs(rung, name)[0]
-        return timed and timed["seconds"] + 8 * run["bytes_per_step"] / bits_per_second(self.config.rate)
+    def _seconds(self, timed: Record, steps: int, received: float) -> float:
+        """Returns the seconds of steps at the link's rate: computing, then the bytes that were received."""
+        return timed["seconds"] * steps + 8 * received / bits_per_second(self.config.rate)
 
     def _best_runs(self, rung: Rung, name: str) -> list[Record]:
         return self.runs(rung, name, self.best(rung, name) or 0.0)
@@ -461,10 +460,10 @@ class Ladder:
         if self.is_cut:
             return row  # boundaries are not timed here
         timed = self.records.find(self._key("worker's step", rung, name))
-        seconds = self._seconds(rung, name)
+        received = rung.steps * own
         return row | {
             "a worker's step, ms": timed and round(1e3 * timed["seconds"], 1),
-            f"run at {self.config.rate}, s": seconds and round(rung.steps * seconds),
+            f"run at {self.config.rate}, s": timed and round(self._seconds(timed, rung.steps, received)),
         }
 
     def _outcome(self, prediction: Record, name: str) -> Record:
@@ -503,10 +502,9 @@ class Ladder:
             return [received / 1e6 for received in runs[name][0]["received"]], [run["losses"] for run in runs[name]]
 
         def by_time(name: str) -> tuple[list[float], list[list[float]]]:
-            sent, losses = by_bytes(name)
-            own, bits = timed[name] or {}, bits_per_second(self.config.rate)
-            pairs = zip(runs[name][0]["steps"], sent, strict=True)
-            return [own["seconds"] * step + 8e6 * received / bits for step, received in pairs], losses
+            run, (_, losses) = runs[name][0], by_bytes(name)
+            pairs = zip(run["steps"], run["received"], strict=True)
+            return [self._seconds(timed[name] or {}, *pair) for pair in pairs], losses
 
         title = f"{top.size:,} parameters"
         panels = {
