@@ -13,8 +13,8 @@ With --compare boundaries, the boundaries of `benchmarks.gpt` are compared in th
 worker that run one after another.
 
 What --json has is not trained again, and every run is written as it ends, so the ladder may be climbed over many days:
-rung by rung, dense first. A baseline whose seeds end more than 0.02 nats apart is refused, as it would hide what is
-compared with it. Before the last rung, its losses and gaps are predicted from the others (`benchmarks.power_law`), and
+rung by rung, dense Adam first, with which all others are compared: it is refused if its seeds end more than 0.02 nats
+apart. Before the last rung, its losses and gaps are predicted from the others (`benchmarks.power_law`), and
 the command ends. It goes on once the prediction is committed.
 
 Time at --rate is computed: the bytes that a worker receives at that rate, and a step of one worker on its rows, which
@@ -49,6 +49,7 @@ from train.seeds import label
 from train.tables import format_cell, print_table
 
 DENSE = gpt.METHODS["dense"]
+BASELINE = "dense"  # the entry that all others are compared with
 
 
 @dataclass(frozen=True)
@@ -59,14 +60,12 @@ class Entry:
       label: its name in tables.
       method: how the workers exchange gradients.
       optimizer: of the layers' matrices.
-      baseline: the entry that it is compared with; itself for a dense one.
       start: the part of the steps, at the beginning, that exchange dense.
     """
 
     label: str
     method: Method = DENSE
     optimizer: Optimizer = "adam"
-    baseline: str = "dense"
     start: float = 0.0
 
 
@@ -82,7 +81,7 @@ METHODS = {
     "quant_dp": Entry("`quant_dp(8)`", QuantDp(bits=8)),
     "local_sgd": Entry("DiLoCo: `local_sgd(30)`", LocalSgd(steps=30)),
     "sparse_loco": Entry("`sparse_loco(30)`", SparseLoco(steps=30)),
-    "muloco": Entry("MuLoCo: `local_sgd(30)` after Muon", LocalSgd(steps=30), "muon", "muon"),
+    "muloco": Entry("MuLoCo: `local_sgd(30)` after Muon", LocalSgd(steps=30), "muon"),
 }
 BOUNDARIES = {  # of `benchmarks.gpt`, by their names there
     "dense": Entry("whole activations"),
@@ -97,7 +96,7 @@ BOUNDARIES = {  # of `benchmarks.gpt`, by their names there
 }
 COMPARED = {"methods": METHODS, "boundaries": BOUNDARIES}
 STAGES = 3  # of a model, where boundaries are compared
-NOISE = 0.02  # nats between the seeds of a baseline, at most
+NOISE = 0.02  # nats between the seeds of the baseline, at most
 MARKS = ("<!-- records -->", "<!-- end of records -->")
 
 
@@ -258,8 +257,8 @@ class Ladder:
             if not self.is_cut:
                 key = self._key("worker's step", rung, name)
                 self.records.get(key, lambda rung=rung, name=name: _today() | self._time(rung, name))
-            if any(entry.baseline == name for entry in self.entries.values()):
-                self.check_baseline(rung, name)
+            if name == BASELINE:
+                self.check_baseline(rung)
         return True
 
     def _next_trial(self, rung: Rung, name: str) -> tuple[float, int] | None:
@@ -339,14 +338,14 @@ class Ladder:
         losses = [] if rate is None else self.losses(rung, name, rate)
         return losses if len(losses) == self.config.seeds else None
 
-    def check_baseline(self, rung: Rung, name: str) -> None:
-        """Raises ValueError for a baseline whose seeds differ by more than `NOISE` at its best rate."""
-        losses, rate = self.final(rung, name), self.best(rung, name)
+    def check_baseline(self, rung: Rung) -> None:
+        """Raises ValueError if the baseline's seeds differ by more than `NOISE` at its best rate."""
+        losses, rate = self.final(rung, BASELINE), self.best(rung, BASELINE)
         assert losses is not None
         spread = max(losses) - min(losses)
         if not spread <= NOISE:
             raise ValueError(
-                f"The seeds of a baseline must end within {NOISE} nats of each other; got {spread:.3f} by {name} of "
+                f"The seeds of the baseline must end within {NOISE} nats of each other; got {spread:.3f} with "
                 f"{rung.size:,} parameters at a rate of {rate:g}. Lower --rates, or raise --warm-up, in another file."
             )
 
@@ -361,7 +360,7 @@ class Ladder:
         drawn = [PowerLaw.fit(sizes, means) for means in draws(losses)]
 
         def gap(law: PowerLaw, name: str) -> float:
-            return law.loss(name, last.size) - law.loss(self.entries[name].baseline, last.size)
+            return law.loss(name, last.size) - law.loss(BASELINE, last.size)
 
         return self.records.add(
             self._key("prediction", last)
@@ -396,7 +395,7 @@ class Ladder:
             if rows:
                 title = f"{rung.size:,} parameters ({rung.width} features), {rung.steps:,} steps: loss by learning rate"
                 tables[title] = rows
-        done = [rung for rung in self.rungs if self.final(rung, "dense")]
+        done = [rung for rung in self.rungs if self.final(rung, BASELINE)]
         if done:
             tables["Loss of the best rate, minus the baseline's"] = [
                 self._gaps(done, name) for name in self.entries if self.final(done[0], name)
@@ -420,12 +419,12 @@ class Ladder:
 
     def _gaps(self, rungs: Sequence[Rung], name: str) -> Record:
         row: Record = {"method": self.entries[name].label}
-        complete = [rung for rung in rungs if self.final(rung, name) and self.final(rung, self.entries[name].baseline)]
+        complete = [rung for rung in rungs if self.final(rung, name) and self.final(rung, BASELINE)]
         for rung in rungs:
-            losses, others = (self.final(rung, n) or [] for n in (name, self.entries[name].baseline))
+            losses, others = (self.final(rung, n) or [] for n in (name, BASELINE))
             if rung not in complete:
                 text = None
-            elif name == "dense":
+            elif name == BASELINE:
                 text = f"{statistics.fmean(losses):.3f}"
             else:
                 gap = Difference.of(losses, others)
@@ -435,13 +434,13 @@ class Ladder:
 
     def _trend(self, rungs: Sequence[Rung], name: str) -> str | None:
         """Returns what the gap grows by when the parameters double, and its interval; None below two rungs."""
-        if len(rungs) < 2 or name == self.entries[name].baseline:
+        if len(rungs) < 2 or name == BASELINE:
             return None
-        losses = {n: [self.final(rung, n) or [] for rung in rungs] for n in (name, self.entries[name].baseline)}
+        losses = {n: [self.final(rung, n) or [] for rung in rungs] for n in (name, BASELINE)}
         x = np.log2([rung.size for rung in rungs])
 
         def slope(means: Mapping[str, Any]) -> float:
-            return float(np.polyfit(x, np.asarray(means[name]) - np.asarray(means[self.entries[name].baseline]), 1)[0])
+            return float(np.polyfit(x, np.asarray(means[name]) - np.asarray(means[BASELINE]), 1)[0])
 
         low, high = interval([slope(means) for means in draws(losses)])
         return f"{slope({n: np.mean(rows, axis=1) for n, rows in losses.items()}):+.3f} ({low:+.3f} to {high:+.3f})"
@@ -454,7 +453,7 @@ class Ladder:
         return self.runs(rung, name, self.best(rung, name) or 0.0)
 
     def _costs(self, rung: Rung, name: str) -> Record:
-        own, dense = (self._best_runs(rung, n)[0]["bytes_per_step"] for n in (name, "dense"))
+        own, dense = (self._best_runs(rung, n)[0]["bytes_per_step"] for n in (name, BASELINE))
         row: Record = {"method": self.entries[name].label, "bytes a step": round(own)}
         row |= {"fewer than dense": round(dense / own, 1)}
         if self.is_cut:
@@ -467,16 +466,15 @@ class Ladder:
         }
 
     def _outcome(self, prediction: Record, name: str) -> Record:
-        last, own = self.rungs[-1], self.entries[name].baseline
-        losses, others = self.final(last, name), self.final(last, own)
+        losses, others = (self.final(self.rungs[-1], n) for n in (name, BASELINE))
         loss, (low, high) = prediction["losses"][name], prediction["loss_intervals"][name]
         row: Record = {"method": self.entries[name].label, "rate": prediction["rates"][name]}
         row |= {"loss predicted": f"{loss:.3f} ({low:.3f} to {high:.3f})"}
         row |= {"loss": f"{statistics.fmean(losses):.3f}" if losses else None}
         gap, (low, high) = prediction["gaps"][name], prediction["gap_intervals"][name]
-        difference = Difference.of(losses, others) if losses and others and own != name else None
+        difference = Difference.of(losses, others) if losses and others and name != BASELINE else None
         return row | {
-            "gap predicted": None if name == own == "dense" else f"{gap:+.3f} ({low:+.3f} to {high:+.3f})",
+            "gap predicted": None if name == BASELINE else f"{gap:+.3f} ({low:+.3f} to {high:+.3f})",
             "gap": difference and f"{difference.mean:+.3f} ({difference.error:.3f})",
         }
 
