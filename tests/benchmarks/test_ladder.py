@@ -134,9 +134,7 @@ def test_no_run_starts_late(trained, config, capsys):
 
 def test_a_noisy_baseline_is_refused(trained, config):
     trained[1]["dense"] = 0.06
-    with pytest.raises(
-        ValueError, match=r"within 0\.02 nats .* got 0\.060 with 8,502 parameters .* of 0\.008\. L"
-    ):
+    with pytest.raises(ValueError, match=r"within 0\.02 nats .* got 0\.060 with 8,502 parameters .* of 0\.008\. L"):
         ladder.main(config)
     assert {run[1] for run in trained[0]} == {"dense"}
 
