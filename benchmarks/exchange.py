@@ -53,6 +53,7 @@ from train.tables import check_file, write_records
 METHODS: dict[str, Callable[[float], optax.GradientTransformation]] = {
     "plump_dp": lambda _: jc.plump_dp(),
     "plump_dp_bfloat16": lambda _: jc.plump_dp(value_dtype="bfloat16"),
+    "plump_dp_float16": lambda _: jc.plump_dp(value_dtype="float16"),
     "quant_dp": lambda _: jc.quant_dp(),
     "quant_dp_16": lambda _: jc.quant_dp(16),
     "quant_dp_gather": lambda _: jc.quant_dp(collective="gather"),
