@@ -33,7 +33,7 @@ from train.data.fashion import read_split
 from train.records import Records
 from train.tables import print_table
 
-PEERS = {"jaxcomm": tuple(METHODS), "torch": ("dense", "fp16", "bf16", "powersgd_1", "powersgd_4")}
+PEERS = {"jaxcomm": tuple(METHODS), "torch": ("dense", "fp16", "powersgd_1", "powersgd_4")}
 BASELINE = "torch:dense"
 SAME = ("hosts", "data", "rows", "steps", "segment", "learning_rate")  # settings of a record
 ATTEMPTS = 4  # of a run of PyTorch

@@ -22,8 +22,8 @@ def parallel(model: torch.nn.Module, method: str) -> torch.nn.parallel.Distribut
     """Returns the model in DDP, with gradients exchanged by a method."""
     one_bucket = {"bucket_cap_mb": 1000} if method.startswith("powersgd") else {}
     ddp = torch.nn.parallel.DistributedDataParallel(model, **one_bucket)
-    if method in ("fp16", "bf16"):
-        ddp.register_comm_hook(None, getattr(default_hooks, f"{method}_compress_hook"))
+    if method == "fp16":  # DDP has no bfloat16 between CPUs
+        ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
     elif method.startswith("powersgd"):
         rank = int(method.removeprefix("powersgd_"))
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
@@ -35,8 +35,6 @@ def main(path: Path) -> None:
     """Trains this host's part of a job."""
     host, hosts = int(os.environ["JAXCOMM_PROCESS_ID"]), int(os.environ["JAXCOMM_NUM_PROCESSES"])
     coordinator = os.environ["JAXCOMM_COORDINATOR"]
-    if "PEERS_THREADS" in os.environ:
-        torch.set_num_threads(int(os.environ["PEERS_THREADS"]))
     distributed.init_process_group("gloo", init_method=f"tcp://{coordinator}", rank=host, world_size=hosts)
     job = Job.load(path)
     layers: list[torch.nn.Module] = []

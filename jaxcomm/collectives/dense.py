@@ -128,18 +128,20 @@ def _mean_at_once(
         with jax.named_scope(EXCHANGE):
             mean = sum_of(part, axis_name)
         mean = mean.astype(jnp.float32)
+        finite = is_finite(mean)
     elif value_dtype == "float32":
         with jax.named_scope(EXCHANGE):
             mean = sum_of(vector, axis_name)
         mean = mean / axis_size(axis_name)  # (n,)
+        finite = is_finite(mean)
     else:
         vector = in_memory(vector)
         summed = compact_sum(vector, is_finite(vector), "two_shot", value_codec(value_dtype), axis_name, checksum)
         mean = jnp.where(summed.ok, summed.total(summed.ok) / axis_size(axis_name), jnp.nan)
+        finite = summed.ok
     starts = itertools.accumulate((tensor.size for tensor in tensors[:-1]), initial=0)
     parts = split_vector(mean, [tensor.shape for tensor in tensors], list(starts))
     means = [part.astype(tensor.dtype) for part, tensor in zip(parts, tensors, strict=True)]
-    finite = is_finite(mean)
     for part in means:
         if part.dtype.itemsize < 4:  # a mean may be finite, and out of the range of its tensor's own type
             finite = finite & jnp.isfinite(part).all()

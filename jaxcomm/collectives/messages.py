@@ -37,16 +37,15 @@ _same.def_abstract_eval(lambda value, like: like)
 mlir.register_lowering(_same, lambda ctx, value, like: [value])
 
 
-def all_gather_same(value: jax.Array, axis_name: AxisName) -> jax.Array:
+def all_gather_same(value: jax.Array, axis_name: AxisName, is_read_once: bool = False) -> jax.Array:
     """Gathers every worker's value: (K, *shape), the same on every worker, and marked so where JAX tracks it.
 
-    Each worker receives K - 1 values.
+    Each worker receives K - 1 values. What is read once need not be written to memory first, between two CPU hosts.
     """
     with jax.named_scope(EXCHANGE):
         if _is_by_pair(value, axis_name):
-            total, peer = _swap(_as_words(value), axis_name)
-            rows = _from_words(_in_order(_as_words(value), peer, axis_name), value.dtype)
-            return _same.bind(rows, _from_words(jnp.broadcast_to(total, (2, *total.shape)), value.dtype))
+            rows = _in_order(value, swapped(value, axis_name), axis_name, is_read_once)
+            return _same.bind(rows, jnp.zeros(rows.shape, rows.dtype))
         # XLA turns other gathers into all-reduces with zeros, of twice the bytes.
         message = _in_tiles(value) if traced_platform() == "tpu" else value
         if all(is_tracked(name) for name in axis_names(axis_name)):
@@ -133,7 +132,8 @@ def to_next(value: jax.Array, axis_name: AxisName) -> jax.Array:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def swapped(value: jax.Array, axis_name: AxisName) -> jax.Array:
     """Returns the other one of two workers' value, bit for bit; 4 bytes a number."""
-    return _from_words(_swap(_as_words(value), axis_name)[1], value.dtype)
+    words = lax.optimization_barrier(_as_words(value))  # else XLA would compute them again for the difference
+    return _from_words(lax.psum(words, axis_name) - words, value.dtype)
 
 
 def _swapped_forward(value: jax.Array, axis_name: AxisName) -> tuple[jax.Array, None]:
@@ -159,18 +159,11 @@ def _in_tiles(value: jax.Array, count: int = 1) -> jax.Array:
     return jnp.pad(value.reshape(-1), (0, -value.size % (count * TILE_BYTES // value.dtype.itemsize)))
 
 
-def _swap(words: jax.Array, axis_name: AxisName) -> tuple[jax.Array, jax.Array]:
-    """Returns the sum of both workers' words, modulo 2^32, and the other's words."""
-    words = lax.optimization_barrier(words)  # else XLA would compute them again for the difference
-    total = lax.psum(words, axis_name)
-    return total, total - words
-
-
-def _in_order(local: jax.Array, peer: jax.Array, axis_name: AxisName) -> jax.Array:
+def _in_order(local: jax.Array, peer: jax.Array, axis_name: AxisName, is_read_once: bool = False) -> jax.Array:
     """Returns the rows of both workers, (2, ...)."""
     is_first = lax.axis_index(axis_name) == 0
     rows = jnp.stack([jnp.where(is_first, local, peer), jnp.where(is_first, peer, local)])
-    return lax.optimization_barrier(rows)  # else XLA would compute them again for each use
+    return rows if is_read_once else lax.optimization_barrier(rows)  # else XLA would compute them again for each use
 
 
 def _as_words(value: jax.Array) -> jax.Array:

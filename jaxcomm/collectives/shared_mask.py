@@ -10,7 +10,7 @@ from jax import lax
 from jaxcomm.codecs.values import ValueCodec
 from jaxcomm.collectives.axis import AxisName, axis_size, zeros_varying_as
 from jaxcomm.collectives.checksum import agreed, gather_checked, move, two_shot
-from jaxcomm.collectives.messages import sum_of, to_next
+from jaxcomm.collectives.messages import all_gather_same, sum_of, to_next
 from jaxcomm.collectives.reduced import Reduced
 from jaxcomm.kernels import bits
 from jaxcomm.kernels.numerics import is_finite
@@ -90,7 +90,9 @@ def _code(values: jax.Array, flag: jax.Array, codec: ValueCodec) -> jax.Array:
 def _by_gather(values: jax.Array, flag: jax.Array, codec: ValueCodec, axis_name: AxisName, checksum: bool) -> Reduced:
     """Sends all values to the only other worker: the bytes of two shots, in one, and rounded once."""
     rounded, n = codec.rounded(values), values.size
-    rows, is_intact = gather_checked(_code(rounded, flag, codec), axis_name, checksum)  # (2, words + 1)
+    rows, is_intact = move(  # (2, words + 1)
+        _code(rounded, flag, codec), lambda code: all_gather_same(code, axis_name, is_read_once=True), checksum
+    )
     with jax.named_scope(DECODE):
         total = in_memory(codec.decode(rows[0, :-1], n) + codec.decode(rows[1, :-1], n))
     ok = jnp.all(rows[:, -1] == 1) & is_intact & is_finite(total)
