@@ -37,7 +37,7 @@ import numpy as np
 from benchmarks import gpt, harness
 from benchmarks.mup import Optimizer, Text, Trainer, body_size
 from benchmarks.papers.report import Difference, draw
-from benchmarks.power_law import PowerLaw, draws, interval
+from benchmarks.power_law import PowerLaw, draws, quantiles
 from configs import CONFIGS
 from configs.methods import Demo, LocalSgd, Method, QuantDp, SparseLoco
 from jaxcomm.planner.links import bits_per_second
@@ -370,10 +370,10 @@ class Ladder:
                 "E": law.E,
                 "losses": {name: law.loss(name, last.size) for name in self.entries},
                 "loss_intervals": {
-                    name: interval([one.loss(name, last.size) for one in drawn]) for name in self.entries
+                    name: quantiles([one.loss(name, last.size) for one in drawn]) for name in self.entries
                 },
                 "gaps": {name: gap(law, name) for name in self.entries},
-                "gap_intervals": {name: interval([gap(one, name) for one in drawn]) for name in self.entries},
+                "gap_intervals": {name: quantiles([gap(one, name) for one in drawn]) for name in self.entries},
             }
         )
 
@@ -442,7 +442,7 @@ class Ladder:
         def slope(means: Mapping[str, Any]) -> float:
             return float(np.polyfit(x, np.asarray(means[name]) - np.asarray(means[BASELINE]), 1)[0])
 
-        low, high = interval([slope(means) for means in draws(losses)])
+        low, high = quantiles([slope(means) for means in draws(losses)])
         return f"{slope({n: np.mean(rows, axis=1) for n, rows in losses.items()}):+.3f} ({low:+.3f} to {high:+.3f})"
 
     def _seconds(self, timed: Record, steps: int, received: float) -> float:

@@ -92,7 +92,7 @@ def draws(losses: Losses) -> Iterator[dict[str, np.ndarray]]:
     return (redraw(losses, rng) for _ in range(DRAWS))
 
 
-def interval(values: Sequence[float]) -> tuple[float, float]:
+def quantiles(values: Sequence[float]) -> tuple[float, float]:
     """Returns the ends between which `CONFIDENCE` of the values lie."""
     low, high = np.quantile(values, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return float(low), float(high)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from benchmarks.power_law import PowerLaw, draws, interval
+from benchmarks.power_law import PowerLaw, draws, quantiles
 
 SIZES = (1e5, 2e5, 4e5)
 
@@ -36,7 +36,7 @@ def test_interval_of_a_mean():
     rng = np.random.default_rng(0)
     losses = {"dense": rng.normal(2, 0.1, (40, 2)).tolist()}
     drawn = [means["dense"] - np.mean(losses["dense"], axis=1) for means in draws(losses)]
-    low, high = interval(np.concatenate(drawn))
+    low, high = quantiles(np.concatenate(drawn))
     assert (low, high) == pytest.approx((-0.1163, 0.1163), rel=0.15)
 
 
