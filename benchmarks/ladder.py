@@ -14,8 +14,8 @@ worker that run one after another.
 
 What --json has is not trained again, and every run is written as it ends, so the ladder may be climbed over many days:
 rung by rung, dense Adam first, with which all others are compared: it is refused if its seeds end more than 0.02 nats
-apart. Before the last rung, its losses and gaps are predicted from the others (`benchmarks.power_law`), and
-the command ends. It goes on once the prediction is committed.
+apart. Before the last rung, its losses and gaps are predicted from the others (`benchmarks.power_law`), and the
+command ends. It goes on once the prediction is committed.
 
 Time at --rate is computed: the bytes that a worker receives at that rate, and a step of one worker on its rows, which
 is timed on this machine without the others.
