@@ -109,9 +109,11 @@ class WireReport:
     def __str__(self) -> str:
         lines = [
             f"{self.parameters:,} parameters, {self.workers} workers: {self.received:,.0f} bytes received per worker "
-            f"and step, {self.ratio_to_dense:.1f}x fewer than dense float32, {self.ratio_to_dense_bfloat16:.1f}x fewer "
-            "than dense bfloat16"
+            "and step"
         ]
+        if self.received:
+            lines[0] += f", {self.ratio_to_dense:.1f}x fewer than dense float32, "
+            lines[0] += f"{self.ratio_to_dense_bfloat16:.1f}x fewer than dense bfloat16"
         if self.every > 1 or self.turns > 1:
             subject = "an exchange" if self.turns == 1 else f"the largest of {self.turns} exchanges in turn"
             interval = "every step" if self.every == 1 else f"{self.every} steps"

@@ -60,7 +60,8 @@ class Bounds:
 
     Attributes:
       compute: seconds of each range in each stage times the pipeline's fill, (S, B + 1, B + 1).
-      crossing: seconds of the boundary after each range in each stage, (S, B + 1, B + 1).
+      crossing: a micro-batch's seconds on the link after each range in each stage, (S, B + 1, B + 1).
+      following: seconds for which the other micro-batches follow at the pace of this link, (S, B + 1, B + 1).
       prices: p, (P,).
       priced: L, (P, B + 1, B + 1).
       shortest: the least seconds of the exchange of a range, (B + 1, B + 1).
@@ -80,12 +81,15 @@ class Bounds:
         seconds = ranges(np.array([block.seconds for block in problem.blocks], float))
         speeds = np.array([device.speed for device in problem.devices])
         self.compute = np.where(fits, fill(problem) * seconds / speeds[:, None, None], np.inf)
-        self.crossing = np.where(fits, 0.0, np.inf)
+        crossing = np.zeros_like(excess, float)
         for s, j in itertools.product(range(S - 1), range(1, B)):
-            self.crossing[s, :, j] += crossing_seconds(problem, s, j - 1)
+            crossing[s, :, j] = crossing_seconds(problem, s, j - 1)
+        self.crossing = np.where(fits, crossing, np.inf)
+        self.following = np.where(fits, (problem.micro_batches - 1) * crossing, np.inf)
         self._price(problem)
         self._compute_to_go = to_go(self.compute, np.maximum)
         self._crossing_to_go = to_go(self.crossing, np.add)
+        self._following_to_go = to_go(self.following, np.maximum)
         self._fits = fits
         self._shortest_to_go = to_go(np.where(fits, self.shortest, np.inf), np.maximum)
         self.least_exchange = self._least_exchange()
@@ -146,13 +150,15 @@ class Bounds:
         last, stage = ends[:, -1], np.arange(s)
         compute = np.maximum(self.compute[stage, starts, ends].max(axis=1), self._compute_to_go[s, last])
         crossing = self.crossing[stage, starts, ends].sum(axis=1) + self._crossing_to_go[s, last]
+        following = np.maximum(self.following[stage, starts, ends].max(axis=1), self._following_to_go[s, last])
         exchange = np.maximum(self.shortest[starts, ends].max(axis=1), self._shortest_to_go[s, last])
-        return (compute + crossing + np.maximum(exchange, self.least_exchange)) * (1 - _ROUNDING)
+        return (compute + crossing + following + np.maximum(exchange, self.least_exchange)) * (1 - _ROUNDING)
 
     def base(self, ends: np.ndarray) -> np.ndarray:
         """Returns the seconds (n,) of complete placements (n, S) without the exchange."""
         starts, stage = np.concatenate([np.zeros((len(ends), 1), int), ends[:, :-1]], axis=1), np.arange(ends.shape[1])
-        return self.compute[stage, starts, ends].max(axis=1) + self.crossing[stage, starts, ends].sum(axis=1)
+        boundaries = self.crossing[stage, starts, ends].sum(axis=1) + self.following[stage, starts, ends].max(axis=1)
+        return self.compute[stage, starts, ends].max(axis=1) + boundaries
 
     def errors(self, ends: np.ndarray, exchange: float) -> np.ndarray:
         """Returns lower bounds (S,) of the stages' errors in a placement (S,) whose exchange takes so many seconds."""

@@ -36,6 +36,7 @@ class Plan:
       compute: predicted seconds of computing in a step, the pipeline's fill included.
       boundaries: predicted seconds of the traffic between stages.
       exchange_seconds: predicted seconds of the exchange, coding and wire.
+      rank: r, the numbers of a token or sample between stages; None if boundaries do not learn.
       optimal: whether the search proved that no assignment is faster, by the model of costs; see `Assignment`.
     """
 
@@ -47,6 +48,7 @@ class Plan:
     compute: float
     boundaries: float
     exchange_seconds: float
+    rank: int | None = None
     optimal: bool = True
 
     @property
@@ -123,6 +125,7 @@ class Plan:
 
     def __str__(self) -> str:
         cuts = f", {len(self.cuts) + 1} stages cut before the blocks {list(self.cuts)}" if self.cuts else ""
+        cuts += "" if self.rank is None else f" with {self.rank} numbers between them"
         lines = [
             f"plan for {self.workers} workers{cuts}: {1e3 * self.step:,.1f} ms a step ({1e3 * self.compute:,.1f} "
             f"computing, {1e3 * self.boundaries:,.1f} boundaries, {1e3 * self.exchange_seconds:,.1f} exchange)"

@@ -41,14 +41,19 @@ class ModelBlock:
       seconds: forward, backward and optimizer for one worker's batch, on a device of speed 1.
       memory: bytes of activations and anything else but parameters, gradients and the exchange's state.
       boundary_bytes: bytes that cross in a step if the model is cut after this block, for each worker, both directions
-        together.
+        together. For a boundary that learns, the bytes of every rank that is possible: {rank: bytes}.
     """
 
     name: str
     leaves: tuple[str, ...]
     seconds: float
     memory: int = 0
-    boundary_bytes: float = 0.0
+    boundary_bytes: float | Mapping[int, float] = 0.0
+
+    def crossing(self, rank: int | None) -> float:
+        """Returns the bytes of a cut after this block, with boundaries of this rank; None: there are no cuts."""
+        size = self.boundary_bytes
+        return (0.0 if rank is None else size[rank]) if isinstance(size, Mapping) else size
 
 
 def make_plan(
@@ -73,6 +78,9 @@ def make_plan(
     A tensor adds its share of a method's predicted coding, by elements, and of its wire, by bytes; a method that is
     used at all adds its latency once. `jaxcomm.placement.solve.solve` minimises the step.
 
+    Of the ranks of boundaries that learn, all cuts get the largest with which a step waits for its boundaries no longer
+    than it computes, or else the smallest: fewer numbers cost accuracy, of which the plan knows nothing.
+
     Args:
       advice: the advice of `advise` or `estimate`, for the plan's number of workers.
       params: the parameters, or their shapes.
@@ -87,13 +95,13 @@ def make_plan(
       devices: the device of every stage: its speed and its memory. Of every parameter, a device keeps 12 bytes (the
         parameter, its gradient and momentum) in addition to the exchange's state.
       link_seconds_per_byte: for the link between every stage and the next.
-      link_seconds: latency of a message on each of these links.
+      link_seconds: latency of a message on each of these links; over Gloo a round trip.
       micro_batches: M.
       time_limit: seconds to search for.
 
     Raises:
-      ValueError: for blocks that do not have every parameter once, a memory or a budget that nothing fits, and a method
-        that a file cannot hold.
+      ValueError: for blocks that do not have every parameter once, blocks of different ranks, a memory or a budget that
+        nothing fits, and a method that a file cannot hold.
     """
     shapes = {leaf_name(path): jnp.shape(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
     blocks = [_whole_model(advice, params, tuple(shapes))] if blocks is None else blocks
@@ -103,26 +111,36 @@ def make_plan(
     errors = {name: _errors(method, shapes, error_budget, gradient) for name, method in usable.items()}
     options = _options(advice, usable, shapes, errors)
     groupings = _groupings(options, advice.layers, len(devices))
-    problems = [
-        Problem(
-            blocks=tuple(grouping.block(block) for block in blocks),
-            devices=tuple(devices),
-            link_seconds_per_byte=tuple(link_seconds_per_byte),
-            link_seconds=tuple(link_seconds),
-            starts={name: advice[name].latency for name in usable},
-            micro_batches=micro_batches,
-            error_budget=error_budget,
-        )
-        for grouping in groupings
-    ]
-    fastest, assignment = _solve_fastest(problems, time_limit)
-    option_of = {path: assignment.options[groupings[fastest].group_of[path]] for path in shapes}
+    ranks = _ranks(blocks) if len(devices) > 1 else [None]
+
+    def fastest(rank: int | None) -> tuple[int | None, int, Assignment]:
+        problems = [
+            Problem(
+                blocks=tuple(grouping.block(block, rank) for block in blocks),
+                devices=tuple(devices),
+                link_seconds_per_byte=tuple(link_seconds_per_byte),
+                link_seconds=tuple(link_seconds),
+                starts={name: advice[name].latency for name in usable},
+                micro_batches=micro_batches,
+                error_budget=error_budget,
+            )
+            for grouping in groupings
+        ]
+        return rank, *_solve_fastest(problems, time_limit / len(ranks))
+
+    *larger, smallest = ranks
+    waits_little = (
+        solution for solution in map(fastest, larger) if solution[2].parts.boundaries <= solution[2].parts.compute
+    )
+    rank, at, assignment = next(waits_little, None) or fastest(smallest)
+    option_of = {path: assignment.options[groupings[at].group_of[path]] for path in shapes}
     return Plan(
         workers=advice.workers,
         cuts=tuple(int(at) + 1 for at in np.flatnonzero(np.diff(assignment.stages))),
         tensors={path: (shape, option_of[path]) for path, shape in shapes.items()},
         exchanges={name: specs[name] for name in sorted(set(option_of.values()) - set(WAYS))},
         micro_batches=micro_batches,
+        rank=rank,
         compute=assignment.parts.compute,
         boundaries=assignment.parts.boundaries,
         exchange_seconds=assignment.parts.exchange,
@@ -144,6 +162,19 @@ def _check_blocks(blocks: Sequence[ModelBlock], leaves: Iterable[str]) -> None:
             f"Blocks must have every parameter once; got {wrong[:3]}, which they miss, repeat or make up. Compare "
             "their leaves with the paths of the parameters."
         )
+
+
+def _ranks(blocks: Sequence[ModelBlock]) -> Sequence[int | None]:
+    """Returns the ranks of boundaries that learn, the largest first; only None if there are none."""
+    of_blocks = [set(block.boundary_bytes) for block in blocks if isinstance(block.boundary_bytes, Mapping)]
+    if not of_blocks:
+        return [None]
+    if not of_blocks[0] or any(ranks != of_blocks[0] for ranks in of_blocks):
+        raise ValueError(
+            f"The blocks with ranks must have the same ones, as all cuts get one; got {of_blocks}. Leave out "
+            "those that some do not have."
+        )
+    return sorted(of_blocks[0], reverse=True)
 
 
 def _gradient_exchanges(
@@ -189,12 +220,12 @@ class _Grouping:
     group_of: Mapping[str, str]
     spared: float = 0.0
 
-    def block(self, block: ModelBlock) -> Block:
-        """Returns a block of the problem, with the block's groups as its tensors."""
+    def block(self, block: ModelBlock, rank: int | None) -> Block:
+        """Returns a block of the problem, with the block's groups as its tensors and boundaries of a rank."""
         names = dict.fromkeys(self.group_of[path] for path in block.leaves)
         tensors = tuple(self.tensors[name] for name in names)
         seconds = max(0.0, block.seconds - self.spared)
-        return Block(block.name, seconds, block.memory, block.boundary_bytes, tensors)
+        return Block(block.name, seconds, block.memory, block.crossing(rank), tensors)
 
 
 def _groupings(options: Mapping[str, Sequence[Option]], layers: Sequence[LayerCost], stages: int) -> list[_Grouping]:
@@ -279,7 +310,7 @@ def place(
       advice_of: K -> the advice for K workers.
       blocks_of: K -> the blocks, with the seconds and bytes of one worker's batch if there are K workers.
       seconds_per_byte: of a link between two stages.
-      latency: seconds of a message on such a link.
+      latency: seconds of a message on such a link, as in `make_plan`.
       micro_batches: M, if there is more than one stage.
       memory: bytes of a device; None for no limit.
       time_limit: seconds to search for in total.

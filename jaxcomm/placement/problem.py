@@ -105,7 +105,7 @@ class Problem:
       blocks: the blocks of the model, in order.
       devices: one for every stage, in order.
       link_seconds_per_byte: for the link between every stage and the next.
-      link_seconds: latency of a message on each of these links.
+      link_seconds: latency of a message on each of these links; over Gloo a round trip.
       starts: by option name, the seconds that a stage pays once if any of its tensors uses the option, such as the
         latency of its collectives. Other names cost nothing.
       micro_batches: M, into which a batch is divided.
@@ -177,16 +177,17 @@ def fill(problem: Problem) -> float:
 
 
 def crossing_seconds(problem: Problem, stage: int, block: int) -> float:
-    """Returns the seconds of the boundary after a stage whose last block is `block`: 2 M messages, and the bytes."""
-    messages = 2 * problem.micro_batches * problem.link_seconds[stage]
-    return messages + problem.blocks[block].boundary_bytes * problem.link_seconds_per_byte[stage]
+    """Returns a micro-batch's seconds on the link after a stage whose last block is `block`: two messages."""
+    size = problem.blocks[block].boundary_bytes / problem.micro_batches
+    return 2 * problem.link_seconds[stage] + size * problem.link_seconds_per_byte[stage]
 
 
 def step_parts(problem: Problem, stages: Sequence[int], options: Mapping[str, str]) -> StepParts:
     """Returns the cost of a step.
 
     compute = (M + S - 1) / M * the slowest stage's sum of `seconds / speed`
-    boundaries = the sum over cuts of 2 M * latency + bytes * seconds per byte
+    boundaries = the sum over cuts of t, and M - 1 times the largest t, where t is a micro-batch's time on the link:
+        2 * latency + bytes / M * seconds per byte; that of `PipelineReport.boundary_seconds` if all t are equal
     exchange = the slowest stage's sum of its tensors' option seconds, and of the starts of the options that it uses
 
     Args:
@@ -203,10 +204,10 @@ def step_parts(problem: Problem, stages: Sequence[int], options: Mapping[str, st
             exchange[stage] += selected.seconds
             names[stage].add(selected.name)
     starts = [sum(problem.start(name) for name in sorted(stage_names)) for stage_names in names]
-    ends = [b for b in range(len(stages) - 1) if stages[b] != stages[b + 1]]
+    crossing = [crossing_seconds(problem, stages[b], b) for b in range(len(stages) - 1) if stages[b] != stages[b + 1]]
     return StepParts(
         compute=fill(problem) * max(compute),
-        boundaries=math.fsum(crossing_seconds(problem, stages[b], b) for b in ends),
+        boundaries=math.fsum([*crossing, (problem.micro_batches - 1) * max(crossing, default=0.0)]),
         exchange=max(a + b for a, b in zip(exchange, starts, strict=True)),
     )
 

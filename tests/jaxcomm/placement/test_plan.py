@@ -18,6 +18,7 @@ from jaxcomm.placement import Device, ModelBlock, Plan, make_plan, place, planni
 from jaxcomm.placement.solve import NotInTimeError, solve
 from jaxcomm.planner import estimate
 from jaxcomm.planner.dense_layers import LayerCost
+from tests.refusals import refused
 
 K = 4
 PAGE = Path(__file__).parents[3] / "docs" / "waiting.md"
@@ -281,6 +282,28 @@ def test_stages():
     assert len({name for _, name in planned.tensors.values()}) == 1
     assert planned.compute == pytest.approx((4 + 1) / 4 * 0.05)
     assert planned.boundaries == pytest.approx(2 * 4 * 1e-4 + 1000 * 1e-6)
+    assert planned.rank is None
+
+
+@pytest.mark.parametrize(("seconds_per_byte", "rank"), [(1e-6, 64), (9e-5, 8), (1.0, 1)])
+def test_ranks(seconds_per_byte, rank):
+    """Computing takes 0.0625 s, and r numbers are 80 r bytes."""
+    blocks = [dataclasses.replace(BLOCKS[0], boundary_bytes={r: 80 * r for r in (1, 8, 64)}), BLOCKS[1]]
+
+    def planned(blocks, **options):
+        return make_plan(
+            advice(1e6), PARAMS, methods=METHODS, blocks=blocks, micro_batches=4,
+            **{"devices": [Device()] * 2, "link_seconds_per_byte": [seconds_per_byte], "link_seconds": [0.0]} | options,
+        )  # fmt: skip
+
+    plan = planned(blocks)
+    assert plan.rank == rank
+    assert plan.boundaries == pytest.approx(80 * rank * seconds_per_byte)
+    assert f"with {rank} numbers between them" in str(plan)
+    whole = {"devices": [Device()], "link_seconds_per_byte": [], "link_seconds": []}
+    assert planned(blocks, **whole).rank is None
+    others = [blocks[0], dataclasses.replace(blocks[1], boundary_bytes={8: 1})]
+    refused(lambda: planned(others), "same", "{8}")
 
 
 def blocks_of(workers):

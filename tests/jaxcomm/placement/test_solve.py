@@ -63,12 +63,15 @@ def cost(problem, stages, options):
             return None
     if problem.error_budget is not None and error > problem.error_budget:
         return None
-    crossing = 0
+    arrived = [0.0] * M  # of the micro-batches, at the next stage; one message forward, one backward
     for b in range(len(stages) - 1):
         if stages[b + 1] > stages[b]:
-            s = stages[b]
-            crossing += 2 * M * problem.link_seconds[s]
-            crossing += problem.blocks[b].boundary_bytes * problem.link_seconds_per_byte[s]
+            s, free = stages[b], 0.0
+            size = problem.blocks[b].boundary_bytes / M
+            for m in range(M):
+                free = max(arrived[m], free) + 2 * problem.link_seconds[s] + size * problem.link_seconds_per_byte[s]
+                arrived[m] = free
+    crossing = arrived[-1]
     return (M + S - 1) / M * max(compute) + crossing + max(exchange)
 
 
