@@ -61,12 +61,14 @@ class Entry:
       method: how the workers exchange gradients.
       optimizer: of the layers' matrices.
       start: the part of the steps, at the beginning, that exchange dense.
+      boundary: what crosses between stages, by its name in `benchmarks.gpt`.
     """
 
     label: str
     method: Method = DENSE
     optimizer: Optimizer = "adam"
     start: float = 0.0
+    boundary: str = "dense"
 
 
 METHODS = {
@@ -83,16 +85,17 @@ METHODS = {
     "sparse_loco": Entry("`sparse_loco(30)`", SparseLoco(steps=30)),
     "muloco": Entry("MuLoCo: `local_sgd(30)` after Muon", LocalSgd(steps=30), "muon"),
 }
-BOUNDARIES = {  # of `benchmarks.gpt`, by their names there
+BOUNDARIES = {
     "dense": Entry("whole activations"),
-    "d": Entry("d numbers: the layers alone"),
-    "d/8": Entry("d/8 numbers"),
-    "d/16": Entry("d/16 numbers"),
-    "d/128": Entry("one number"),
-    "d/8 int4": Entry("d/8 numbers of 4 bits"),
-    "int4": Entry('4 bits, `dct_mp(0.0, value_dtype="int4")`'),
-    "dct_mp(0.9)": Entry("`dct_mp(0.9)`"),
-    "dct_mp(0.95)": Entry("`dct_mp(0.95)`"),
+    "d": Entry("d numbers: the layers alone", boundary="d"),
+    "d/8": Entry("d/8 numbers", boundary="d/8"),
+    "d/8 muon": Entry("d/8 numbers, Muon", optimizer="muon", boundary="d/8"),
+    "d/16": Entry("d/16 numbers", boundary="d/16"),
+    "d/128": Entry("one number", boundary="d/128"),
+    "d/8 int4": Entry("d/8 numbers of 4 bits", boundary="d/8 int4"),
+    "int4": Entry('4 bits, `dct_mp(0.0, value_dtype="int4")`', boundary="int4"),
+    "dct_mp(0.9)": Entry("`dct_mp(0.9)`", boundary="dct_mp(0.9)"),
+    "dct_mp(0.95)": Entry("`dct_mp(0.95)`", boundary="dct_mp(0.95)"),
 }
 COMPARED = {"methods": METHODS, "boundaries": BOUNDARIES}
 STAGES = 3  # of a model, where boundaries are compared
@@ -289,7 +292,7 @@ class Ladder:
     def _trainer(self, rung: Rung, name: str, workers: int) -> Trainer:
         entry, all_workers = self.entries[name], self.about["workers"]
         rows = self.config.batch * workers // all_workers
-        cut = {"boundary": gpt.boundaries(rung.width)[name], "stages": STAGES} if self.is_cut else {}
+        cut = {"boundary": gpt.boundaries(rung.width)[entry.boundary], "stages": STAGES} if self.is_cut else {}
         return Trainer(
             Text(self.about["dataset"], self.config.data_dir, rows),
             self.config.layers,

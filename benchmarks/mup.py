@@ -11,8 +11,9 @@ Hyperparameter Transfer", 2022, table 3. At `BASE` features all factors are 1. W
 | of these, the queries' | 1 / sqrt(m inputs) | 1 / (m sqrt(m)) | 1 / m |
 | logits | 1 / (m sqrt(BASE)) | 1 / m | 1 / m, by Adam |
 | biases and normalisations | 0 and 1 | 1 | 1, by Adam |
-| encoders of bottlenecks | see `models.bottleneck` | 1 / m | 1 / m, by Adam |
-| decoders, anchors | the encoder, transposed; 0 | 1 | 1, by Adam |
+| encoders of bottlenecks | see `models.bottleneck` | 1 / m | 1 / sqrt(m) |
+| decoders | the encoder, transposed | 1 | 1 / sqrt(m) |
+| anchors | 0 | 1 | 1, by Adam |
 
 Adam's update of a matrix has elements of size 1, and its norm grows as m. Muon's, which is orthogonal and scaled to the
 same size of elements, has a norm that grows as sqrt(m). The number of heads is fixed, and queries shrink with width so
@@ -60,14 +61,14 @@ Optimizer = Literal["adam", "muon", "sign"]
 WHOLE = BoundaryFields()
 
 
-MATRICES = ("matrix", "query")
-Kind = Literal["table", "places", "matrix", "query", "logits", "vector", "encoder", "decoder"]
+MATRICES = ("matrix", "query", "encoder", "decoder")  # that Muon trains
+Kind = Literal["table", "places", "matrix", "query", "logits", "vector", "encoder", "decoder", "anchors"]
 OWN_KINDS: dict[str, Kind] = {  # of parameters whose name tells
     "table": "table",
     "places": "places",
     "encoder": "encoder",
     "decoder": "decoder",
-    "anchors": "decoder",
+    "anchors": "anchors",
 }
 
 
@@ -94,7 +95,7 @@ def first_values(params: Any, width: int) -> Any:
             "matrix": fan_in**-0.5,
             "query": (m * fan_in) ** -0.5,
             "logits": BASE**-0.5 / m,
-        } | dict.fromkeys(("vector", "encoder", "decoder"), GPT2)  # these stay
+        } | dict.fromkeys(("vector", "encoder", "decoder", "anchors"), GPT2)  # these stay
         return leaf * (deviation[kind(path)] / GPT2)
 
     return jax.tree_util.tree_map_with_path(scaled, params)
@@ -104,8 +105,9 @@ def rate_factors(params: Any, width: int, optimizer: Optimizer) -> Any:
     """Returns the factor of every parameter's learning rate."""
     m = width / BASE
     matrix = m**-0.5 if optimizer == "muon" else 1 / m
-    factors = {"matrix": matrix, "query": matrix * m**-0.5, "logits": 1 / m, "encoder": 1 / m}
-    factors |= dict.fromkeys(("table", "places", "vector", "decoder"), 1.0)
+    factors = {"matrix": matrix, "query": matrix * m**-0.5, "logits": 1 / m, "encoder": matrix}
+    factors |= {"decoder": matrix if optimizer == "muon" else 1.0}
+    factors |= dict.fromkeys(("table", "places", "vector", "anchors"), 1.0)
     return jax.tree_util.tree_map_with_path(lambda path, _: factors[kind(path)], params)
 
 

@@ -219,5 +219,5 @@ def _verdict_of_exchanges(rows: list[Prediction]) -> tuple[str, str]:
         f"{best.method}: {dense.step / best.step:.2f}x faster than {dense.method} (between "
         f"{dense.low / best.high:.2f}x and {dense.high / max(best.low, 1e-9):.2f}x). {_rate_note(best.break_even)}"
         + ("" if best.accuracy in ("-", AS_DENSE) else f" Its accuracy against dense: {best.accuracy}.")
-        + ("" if best == fastest else f" {fastest.method} may be faster; it is known to lose more, or its loss is not known.")
+        + ("" if best == fastest else f" {fastest.method} may be faster; its loss is larger or not known.")
     )
