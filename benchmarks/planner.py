@@ -39,6 +39,7 @@ from configs import CONFIGS
 from configs.methods import DctDp, LocalSgd, Method, PlumpDp, PowerSgd, QuantDp, RandomK, Sign, TopK
 from jaxcomm.planner.advice import DENSE, candidates
 from jaxcomm.planner.costs import Accuracy, Bench, cost_key, lower_coding, measure_copy
+from jaxcomm.planner.prediction import ALL_DENSE
 from train.compare import interval, summarise
 from train.loop import describe
 from train.processes import prepare_jax
@@ -256,7 +257,7 @@ def draw_regions(config: Config) -> None:
             fixed = np.array([row.coding + row.latency for row in rows])[:, None, None] + computes[None, :, None]
             steps = fixed + np.array([row.wire - row.latency for row in rows])[:, None, None] * 1e9 / rates
             best = steps.argmin(0)  # (computing times, rates)
-            dense = [names.index("plump_dp"), names.index(DENSE)]
+            dense = [names.index(name) for name in ALL_DENSE]
             gains = steps[dense].min(0) / steps.min(0)
             best = np.where(gains < GAIN, np.array(dense)[steps[dense].argmin(0)], best)
             for index in np.unique(best):
@@ -266,7 +267,7 @@ def draw_regions(config: Config) -> None:
             axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), fontsize=8, ncols=2)
             axis.sharey(panels[0][0])
         panels[0][0].set_ylabel("computing, seconds a step")
-        drawing.suptitle(f"What a rapid estimate advises: {shapes}, memory copied at 10 GB/s")
+        drawing.suptitle(f"The fastest exchange by a rapid estimate: {shapes}, memory copied at 10 GB/s")
 
 
 def problem(shapes: str, workers: int) -> tuple[Any, Any, Any]:
@@ -396,6 +397,8 @@ def ladder_accuracy() -> dict[str, dict[str, Any]]:
                 numbers = (round(number, 3) + 0.0 for number in (statistics.fmean(gaps), *interval(gaps)))  # no -0.0
                 size = rung.steps * ladder.about["batch"] * ladder.about["length"]
                 on = f"a GPT of {rung.size:,} parameters on {1e-6 * size:.1f} MB of text, {len(gaps)} seeds"
+                own = ladder.entries[entry].method
+                on += f", life_span of {own.life_span}" if isinstance(own, DctDp) else ""
                 known[name] = Accuracy(*numbers, "nats", on)._asdict()
                 break
     return known

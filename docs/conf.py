@@ -8,8 +8,10 @@ import re
 from importlib.metadata import version as version_of
 from pathlib import Path
 
-# For the kernels that execute pages, before JAX starts in them: four devices, the programs that users run.
-os.environ.update(JAX_PLATFORMS="cpu", PJRT_NPROC="16", JAX_NUM_CPU_DEVICES="4", XLA_FLAGS="", COLUMNS="160")
+# For the kernels that execute pages, before JAX starts in them: four devices, the programs that users run. A page that
+# warns fails: where make_mesh comes too late, a reader's program may hang, and says so in a warning.
+os.environ.update(JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES="4", XLA_FLAGS="", COLUMNS="160")
+os.environ["PYTHONWARNINGS"] = "error::UserWarning"
 os.environ["TTY_COMPATIBLE"] = "0"  # a kernel asks for colours, and a progress bar would then be drawn line by line
 # Of the tree, the library alone is installed; pages run the trainer too.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))

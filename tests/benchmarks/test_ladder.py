@@ -36,8 +36,10 @@ def trained(monkeypatch):
             made = method, optimizer, start / steps > 0.05  # a tenth, rounded to steps
             self.name = next(n for n, e in entries if (e.method, e.optimizer, e.start > 0) == made)
             if boundary is not None:
-                assert (stages, method, optimizer) == (3, METHODS["dense"].method, "adam")
-                self.name = next(n for n, same in gpt.boundaries(width).items() if same == boundary)
+                assert (stages, method) == (3, METHODS["dense"].method)
+                known = {(entry.boundary, entry.optimizer): name for name, entry in BOUNDARIES.items()}
+                crossing = next(n for n, same in gpt.boundaries(width).items() if same == boundary)
+                self.name = known[crossing, optimizer]
                 self.all_workers = 1
 
         def run(self, rate, seed, evaluations):
