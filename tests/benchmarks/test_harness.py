@@ -5,7 +5,16 @@ import graphlib
 
 import pytest
 
-from benchmarks.harness import check_least, check_run, compare, find, merge_rows, numbers, over_rounds
+from benchmarks.harness import (
+    Control,
+    check_least,
+    check_run,
+    compare,
+    find,
+    merge_rows,
+    numbers,
+    over_rounds,
+)
 from tests.benchmarks.places import ROOT
 
 
@@ -76,3 +85,24 @@ def test_refusals(call, parts):
 def test_numbers():
     assert numbers("--kept", "0.5,1e-2", float) == [0.5, 0.01]
     assert check_run("100mbit/1gbit,none", 1) == ["100mbit/1gbit", "none"]
+
+
+@pytest.mark.parametrize(("first", "left_out"), [(700.0, 5), (3_000.0, 2), (13_000.0, 1)])
+def test_calls_in_which_tcp_adapts_to_a_rate_are_left_out(tmp_path, monkeypatch, first, left_out):
+    control = object.__new__(Control)  # connecting takes a lab
+    control.folder, control.host, control.requests, control.unsettled = str(tmp_path), 0, 0, 0
+
+    def timed(function):
+        call = function()
+        return first if call <= left_out else 450.0, call, call
+
+    monkeypatch.setattr(control, "barrier", lambda: None)
+    monkeypatch.setattr(control, "timed", timed)
+    (tmp_path / "1.set").touch()  # the lab's answer
+
+    control.set_rate("100mbit")
+    times, calls, state = control.measure(lambda state: state + 1, 0, 3)
+    again, _, _ = control.measure(lambda state: state + 1, 0, left_out)
+
+    assert (times, calls, state) == ([450.0] * 3, [left_out + 1, left_out + 2, left_out + 3], left_out + 3)
+    assert again == [first] * left_out  # at the same rate all calls are timed
