@@ -98,7 +98,7 @@ def _of_fusion(instructions: Sequence[re.Match[str]]) -> int:
             if name not in names:
                 continue
             if ops[user] in _READ_IN_PART and names[0] == name:
-                shares.append(_size(shapes[user]) / _size(shapes[name]))
+                shares.append(read(user) * _size(shapes[user]) / _size(shapes[name]))
             elif ops[user] in _IN_PLACE and names[0] == name:
                 shares.append(0.0)
             else:

@@ -37,23 +37,24 @@ def _setting() -> str | None:
     return config.jax_platforms
 
 
-def in_memory(vector: jax.Array) -> jax.Array:
-    """Makes XLA for CPUs compute a vector (n,) once, and write it to memory, before anything reads it.
+def in_memory(array: jax.Array) -> jax.Array:
+    """Makes XLA for CPUs compute an array once, and write it to memory, before anything reads it.
 
-    Else it computes the vector again wherever it is read. On other platforms the vector stays as it is.
+    Else it computes the array again wherever it is read. On other platforms the array stays as it is.
     """
-    return by_platform(vector, cpu=_in_memory, default=lambda vector: vector)
+    return by_platform(array, cpu=_in_memory, default=lambda array: array)
 
 
-def _in_memory(vector: jax.Array) -> jax.Array:
+def _in_memory(array: jax.Array) -> jax.Array:
     # XLA removes barriers before it fuses (in jax 0.10; no longer in 0.12). So a loop, whose length XLA does not know,
     # writes the first element again.
-    if not vector.size:
-        return vector
-    first = vector[:1]
-    times = 1 + (first[0] == 0)
+    if not array.size:
+        return array
+    start = (0,) * array.ndim
+    first = lax.slice(array, start, (1,) * array.ndim)
+    times = 1 + (first.reshape(()) == 0)
     return lax.while_loop(
         lambda carry: carry[0] < times,
-        lambda carry: (carry[0] + 1, lax.dynamic_update_slice(carry[1], first, (0,))),
-        (jnp.zeros_like(times), vector),
+        lambda carry: (carry[0] + 1, lax.dynamic_update_slice(carry[1], first, start)),
+        (jnp.zeros_like(times), array),
     )[1]
