@@ -285,7 +285,7 @@ def run_host(config: Config, control: Control) -> Iterator[Record]:
             placed = {key: jax.make_array_from_process_local_data(job.by_rows, column) for key, column in rows}
             return job.step(state, placed)[0]
 
-        _, _, state = control.measure(step, job.start(0), 1)  # compiles, and opens Gloo's connections
+        state = jax.block_until_ready(step(job.start(0)))  # compiles, and opens Gloo's connections
         control.set_rate(config.rate)
         times, counts, _ = control.measure(step, state, config.timed_steps)
         batches.close()

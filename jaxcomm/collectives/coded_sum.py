@@ -149,8 +149,8 @@ def _two_shot(
 
     rows = jax.vmap(lambda row: _with_flag(row, flag))(words)
     code, dropped, is_intact = two_shot(rows, at_owner, axis_name, checksum)
-    # Parts are decoded into memory as rows. In a loop over the whole vector, XLA for CPUs would find the row of every
-    # element by a division, one at a time: a step of `sign` between 4 hosts then takes twice as long.
+    # Parts are decoded into memory as rows. By loops over the whole vector, in which the row of an element takes a
+    # division, a step of `sign` between 4 CPU hosts takes twice as long.
     with jax.named_scope(DECODE):
         total = in_memory(jax.vmap(lambda row, start: second.decode(row[:-1], size, start))(code, starts))
 

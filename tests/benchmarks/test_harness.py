@@ -5,16 +5,7 @@ import graphlib
 
 import pytest
 
-from benchmarks.harness import (
-    Control,
-    check_least,
-    check_run,
-    compare,
-    find,
-    merge_rows,
-    numbers,
-    over_rounds,
-)
+from benchmarks.harness import Control, check_least, check_run, compare, find, merge_rows, numbers, over_rounds
 from tests.benchmarks.places import ROOT
 
 

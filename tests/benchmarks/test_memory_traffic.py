@@ -15,7 +15,7 @@ FUSIONS = """
   ROOT %twice = f32[64]{0} add(%part, %part)
 }
 
-%twice (x.2: f32[1024]) -> f32[64] {
+%nested (x.2: f32[1024]) -> f32[64] {
   %x.2 = f32[1024]{0} parameter(0)
   %most = f32[1000]{0} slice(%x.2), slice={[0:1000]}
   %half = f32[1000]{0} multiply(%most, %most)
@@ -63,7 +63,7 @@ FUSIONS = """
     ("instruction", "expected"),
     [
         ("f32[64]{0} fusion(%p), kind=kLoop, calls=%sliced", 256 + 256),
-        ("f32[64]{0} fusion(%p), kind=kLoop, calls=%twice", 256 + 256),
+        ("f32[64]{0} fusion(%p), kind=kLoop, calls=%nested", 256 + 256),
         ("f32[1024]{0} fusion(%p, %q), kind=kLoop, calls=%both", 3 * 4096),
         ("f32[1024]{0} fusion(%p, %r, %n), kind=kLoop, calls=%updated", 256 + 4 + 256),
         ("f32[64]{0} slice(%p), slice={[0:64]}", 512),
