@@ -11,8 +11,8 @@ from flax import nnx
 
 from configs.experiment import Architecture, Experiment
 from models.alexnet import AlexNet
-from models.blocks import Batch, Model
-from models.bottleneck import add_bottlenecks, decoders
+from models.blocks import Model
+from models.bottleneck import Tokens, add_bottlenecks, decoders
 from models.cnn import Cnn
 from models.dlrm import Dlrm
 from models.googlenet import GoogLeNet
@@ -49,13 +49,18 @@ def make_model(architecture: Architecture, info: DatasetInfo, dtype: str, seed: 
     if architecture.rank:
         batch = {name: jax.ShapeDtypeStruct((1, *shape), dtype) for name, (shape, dtype) in info.row_types().items()}
         key = jax.random.fold_in(nnx.Rngs(seed).params(), 1)  # other numbers than the model's own
-        tokens = (_text, info.vocabulary_size) if isinstance(info, TextInfo) else None
-        add_bottlenecks(model, architecture.cuts, architecture.rank, batch, tokens=tokens, rngs=nnx.Rngs(key))
+        add_bottlenecks(model, architecture.cuts, architecture.rank, batch, tokens=_tokens(info), rngs=nnx.Rngs(key))
     return model
 
 
-def _text(batch: Batch) -> jax.Array:
-    return batch["text"][:, :-1].astype(jnp.int32)
+def _tokens(info: DatasetInfo) -> Tokens | None:
+    """Returns the tokens that have anchors; of a translation those of the source, since one array crosses there."""
+    match info:
+        case TextInfo():
+            return lambda batch: batch["text"][:, :-1].astype(jnp.int32), info.vocabulary_size
+        case TranslationInfo():
+            return lambda batch: batch["source"], info.vocabulary_size
+    return None
 
 
 def with_bottlenecks(experiment: Experiment, info: DatasetInfo) -> Experiment:
@@ -64,6 +69,8 @@ def with_bottlenecks(experiment: Experiment, info: DatasetInfo) -> Experiment:
         return experiment
     model = nnx.eval_shape(lambda: make_model(experiment.architecture, info, experiment.dtype, experiment.seed))
     cuts = choose_cuts(model, experiment.stages, experiment.cuts)
+    if isinstance(model, Transformer) and experiment.cuts is None:
+        cuts = tuple(first + 1 for first in cuts)  # after the layer: two arrays cross after its ReLU
     architecture = dataclasses.replace(experiment.architecture, cuts=cuts, rank=experiment.boundary.rank)
     return dataclasses.replace(experiment, architecture=architecture, cuts=decoders(cuts))
 

@@ -1,17 +1,20 @@
 """Models for kinds of data, and where they are cut: as in the papers, otherwise into stages of equal size."""
 
+import dataclasses
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
-from configs.experiment import Architecture
+from configs import CONFIGS
+from configs.experiment import Architecture, BoundaryFields
 from models.functional import cut
 from tests.refusals import refused
 from tests.train.runs import CLICKS, IMAGES, TEXT, TRANSLATIONS
-from train.architectures import MODELS, choose_cuts, make_model
+from train.architectures import MODELS, choose_cuts, make_model, with_bottlenecks
 
 
 def make(name, info, dtype="float32", seed=0, **options):
@@ -102,6 +105,22 @@ def test_a_tied_decoder():
     assert choose_cuts(transformer(6, tied=True), 2, None) == (10,)
     with pytest.raises(ValueError, match=r"A tied model's decoder must not be cut.*tied=False"):
         choose_cuts(transformer(6, tied=True), 3, None)
+
+
+def test_bottlenecks_of_a_transformer():
+    """They are after the layer that the paper cuts, where one array crosses, and anchors are of the source."""
+    experiment = dataclasses.replace(CONFIGS["transformer_catalogs"], stages=2, boundary=BoundaryFields(rank=16))
+    learned = with_bottlenecks(experiment, TRANSLATIONS)
+    assert (learned.architecture.cuts, learned.cuts) == ((5,), (6,))
+    blocks = make_model(learned.architecture, TRANSLATIONS, "float32", 0).blocks
+    assert [type(block).__name__ for block in blocks[4:8]] == ["Contraction", "Encoder", "Decoder", "TargetEmbedding"]
+    assert blocks[5].encoder.shape == (64, 16)
+    anchors = np.arange(TRANSLATIONS.vocabulary_size)[:, None] * np.ones(64)
+    blocks[6].anchors[...] = anchors
+    source = np.array([[4, 7, 0]])
+    np.testing.assert_array_equal(blocks[6](np.zeros((1, 3, 16)), {"source": source}), anchors[source])
+    chosen = with_bottlenecks(dataclasses.replace(experiment, cuts=(3,)), TRANSLATIONS)
+    assert chosen.architecture.cuts == (3,)
 
 
 def test_even_cuts_of_a_dlrm():
