@@ -62,6 +62,7 @@ class Entry:
       optimizer: of the layers' matrices.
       start: the part of the steps, at the beginning, that exchange dense.
       boundary: what crosses between stages, by its name in `benchmarks.gpt`.
+      rungs: the number of rungs, from the first, on which it is trained; None for all.
     """
 
     label: str
@@ -69,15 +70,16 @@ class Entry:
     optimizer: Optimizer = "adam"
     start: float = 0.0
     boundary: str = "dense"
+    rungs: int | None = None
 
 
 METHODS = {
     "dense": Entry("dense, Adam"),
     "muon": Entry("dense, Muon", optimizer="muon"),
     "powersgd": Entry("`powersgd(4)`", gpt.METHODS["powersgd"]),
-    "powersgd_start": Entry("`powersgd(4)`, a tenth of the steps dense", gpt.METHODS["powersgd"], start=0.1),
+    "powersgd_start": Entry("`powersgd(4)`, a tenth of the steps dense", gpt.METHODS["powersgd"], start=0.1, rungs=2),
     "topk": Entry("`topk(0.99)`", gpt.METHODS["topk"]),
-    "topk_start": Entry("`topk(0.99)`, a tenth of the steps dense", gpt.METHODS["topk"], start=0.1),
+    "topk_start": Entry("`topk(0.99)`, a tenth of the steps dense", gpt.METHODS["topk"], start=0.1, rungs=2),
     "dct_dp": Entry("`dct_dp(0.99)`, `life_span` of 100", gpt.METHODS["dct_dp"]),
     "demo": Entry("`demo(32)`", Demo(k=32), "sign"),
     "quant_dp": Entry("`quant_dp(8)`", QuantDp(bits=8)),
@@ -110,7 +112,7 @@ class Config:
     compare: Literal["methods", "boundaries"] = "methods"
     """Methods of workers, or boundaries between the three stages of one worker."""
     experiment: str = "gpt_linux"  # The text: gpt_linux, which you prepare, or gpt_stdlib.
-    widths: str = "48,64,96,128"  # Features of a token, of every rung, separated by commas.
+    widths: str = "32,48,64,96"  # Features of a token, of every rung, separated by commas.
     layers: int = 4  # Layers of every model.
     bytes_per_parameter: float = 20  # Bytes to train on for each parameter outside of tables and logits.
     rates: str = "0.001,0.002,0.004,0.008,0.016,0.032,0.064"
@@ -246,8 +248,8 @@ class Ladder:
         return "The ladder is complete." if self._train(last) else late
 
     def _train(self, rung: Rung) -> bool:
-        """Trains a rung by every method; returns False if the time is over."""
-        for name in self.entries:
+        """Trains a rung by its methods; returns False if the time is over."""
+        for name in self._entries_of(rung):
             trainer = None
             while (trial := self._next_trial(rung, name)) is not None:
                 if time.monotonic() >= self.stop:
@@ -263,6 +265,11 @@ class Ladder:
             if name == BASELINE:
                 self.check_baseline(rung)
         return True
+
+    def _entries_of(self, rung: Rung) -> list[str]:
+        """Returns the names of what is trained on a rung."""
+        place = self.rungs.index(rung)
+        return [name for name, entry in self.entries.items() if entry.rungs is None or place < entry.rungs]
 
     def _next_trial(self, rung: Rung, name: str) -> tuple[float, int] | None:
         """Returns the rate and the seed to train next; None if all that the rule asks for is recorded."""
@@ -327,10 +334,10 @@ class Ladder:
         return [math.inf if run["loss"] is None else run["loss"] for run in self.runs(rung, name, rate)]
 
     def best(self, rung: Rung, name: str) -> float | None:
-        """Returns the rate with the least loss of the first seed, on the last rung the carried one; None before."""
+        """Returns the rate with the least loss of the first seed, on the last rung the carried one; None without."""
         if rung == self.rungs[-1]:
             prediction = self.records.find(self._key("prediction", rung))
-            return prediction and prediction["rates"][name]
+            return prediction and prediction["rates"].get(name)
         tried = self._tried(rung, name)
         is_over = tried and self._next_rate(rung, name) is None
         return min(tried, key=lambda rate: tried[rate]) if is_over else None
@@ -355,8 +362,8 @@ class Ladder:
     def predict(self) -> Record:
         """Records the losses and gaps of the last rung, from the others."""
         *first, last = self.rungs
-        sizes = [rung.size for rung in first]
-        losses = {name: [self.final(rung, name) or [] for rung in first] for name in self.entries}
+        sizes, names = [rung.size for rung in first], self._entries_of(last)
+        losses = {name: [self.final(rung, name) or [] for rung in first] for name in names}
         law = PowerLaw.fit(
             sizes, {name: [statistics.fmean(seeds) for seeds in rungs] for name, rungs in losses.items()}
         )
@@ -369,14 +376,12 @@ class Ladder:
             self._key("prediction", last)
             | _today()
             | {
-                "rates": {name: self.best(first[-1], name) for name in self.entries},
+                "rates": {name: self.best(first[-1], name) for name in names},
                 "E": law.E,
-                "losses": {name: law.loss(name, last.size) for name in self.entries},
-                "loss_intervals": {
-                    name: quantiles([one.loss(name, last.size) for one in drawn]) for name in self.entries
-                },
-                "gaps": {name: gap(law, name) for name in self.entries},
-                "gap_intervals": {name: quantiles([gap(one, name) for one in drawn]) for name in self.entries},
+                "losses": {name: law.loss(name, last.size) for name in names},
+                "loss_intervals": {name: quantiles([one.loss(name, last.size) for one in drawn]) for name in names},
+                "gaps": {name: gap(law, name) for name in names},
+                "gap_intervals": {name: quantiles([gap(one, name) for one in drawn]) for name in names},
             }
         )
 
@@ -409,7 +414,7 @@ class Ladder:
         prediction = self.records.find(self._key("prediction", self.rungs[-1]))
         if prediction is not None:
             title = f"Predicted for {self.rungs[-1].size:,} parameters on {prediction['day']}, and measured"
-            tables[title] = [self._outcome(prediction, name) for name in self.entries]
+            tables[title] = [self._outcome(prediction, name) for name in prediction["losses"]]
         return tables
 
     def _sweep(self, rung: Rung, name: str) -> Record:
@@ -484,9 +489,9 @@ class Ladder:
     def draw(self, path: Path) -> None:
         """Draws losses over parameters; and over bytes and time, of the largest model.
 
-        Of the methods that are complete on the first rung, and the rungs on which all of these are complete.
+        Of what is trained on all rungs and complete on the first one, and the rungs on which all of these are complete.
         """
-        names = [name for name in self.entries if self.final(self.rungs[0], name)]
+        names = [name for name in self._entries_of(self.rungs[-1]) if self.final(self.rungs[0], name)]
         if not names:
             print("Nothing is drawn: no method is complete on the first rung.")
             return
