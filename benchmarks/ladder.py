@@ -4,10 +4,10 @@
     python -m benchmarks.ladder --data-dir FOLDER --json docs/data/ladder_boundaries.json --compare boundaries
 
 Width alone grows. Every model is trained once over 20 bytes of the text for each parameter outside of tables and
-logits, by every method. Learning rates are searched by one rule for all, dense included: with one seed, from a middle
-rate, or from the best of the rung before (`benchmarks.mup` carries rates from width to width), until the best rate has
-a worse one on both sides. Then the best is trained with the other seeds. On the last rung methods are trained at the
-best rate of the rung before.
+logits, by every method. Learning rates are searched on the first two rungs by one rule for all, dense included: with
+one seed, from a middle rate, or from the best of the rung before (`benchmarks.mup` carries rates from width to width),
+until the best rate has a worse one on both sides. Then the best is trained with the other seeds. On later rungs methods
+are trained at the best rate of the second.
 
 With --compare boundaries, the boundaries of `benchmarks.gpt` are compared in the same way, between three stages of one
 worker that run one after another.
@@ -112,7 +112,7 @@ class Config:
     compare: Literal["methods", "boundaries"] = "methods"
     """Methods of workers, or boundaries between the three stages of one worker."""
     experiment: str = "gpt_linux"  # The text: gpt_linux, which you prepare, or gpt_stdlib.
-    widths: str = "32,48,64,96"  # Features of a token, of every rung, separated by commas.
+    widths: str = "48,64,80,96"  # Features of a token, of every rung, separated by commas.
     layers: int = 4  # Layers of every model.
     bytes_per_parameter: float = 20  # Bytes to train on for each parameter outside of tables and logits.
     rates: str = "0.001,0.002,0.004,0.008,0.016,0.032,0.064"
@@ -122,6 +122,7 @@ class Config:
     batch: int = 4  # Rows per step, over all workers.
     workers: int = 4  # Simulated workers.
     evaluations: int = 6  # Evaluations on the test split in a run.
+    searches: int = 2  # Rungs, from the first, on which rates are searched; later ones carry the best.
     seeds: int = 3  # Runs of each method at its best rate, with the seeds 0, 1, ...
     timed_steps: int = 20  # Timed steps of one worker.
     rate: str = "100mbit"  # Speed of the links, for the seconds.
@@ -154,7 +155,7 @@ def check(config: Config) -> None:
     """Raises ValueError for options that cannot work."""
     if config.experiment not in ("gpt_linux", "gpt_stdlib"):
         raise ValueError(f"--experiment must be gpt_linux or gpt_stdlib; got {config.experiment!r}.")
-    harness.check_least(config, 1, "layers", "batch", "workers", "evaluations", "timed_steps")
+    harness.check_least(config, 1, "layers", "batch", "workers", "evaluations", "searches", "timed_steps")
     harness.check_least(config, 2, "seeds")
     harness.check_least(config, 0, "hours")
     widths = harness.numbers("--widths", config.widths, least=1)
@@ -334,10 +335,13 @@ class Ladder:
         return [math.inf if run["loss"] is None else run["loss"] for run in self.runs(rung, name, rate)]
 
     def best(self, rung: Rung, name: str) -> float | None:
-        """Returns the rate with the least loss of the first seed, on the last rung the carried one; None without."""
+        """Returns the rate with the least loss of the first seed, or the carried one; None without."""
         if rung == self.rungs[-1]:
             prediction = self.records.find(self._key("prediction", rung))
             return prediction and prediction["rates"].get(name)
+        place = self.rungs.index(rung)
+        if place >= self.config.searches:
+            return self.best(self.rungs[place - 1], name)
         tried = self._tried(rung, name)
         is_over = tried and self._next_rate(rung, name) is None
         return min(tried, key=lambda rate: tried[rate]) if is_over else None

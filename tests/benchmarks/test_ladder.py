@@ -82,8 +82,11 @@ def test_rung_by_rung_and_resumed(trained, config):
         ladder.main(config)
     noise["stop"] = 10**9
     ladder.main(config)
-    rungs = {26: METHODS, 35: METHODS, 52: LATER}
-    assert runs == [(width, name, *trial) for width, names in rungs.items() for name in names for trial in TRIALS]
+    carried = [(0.008, 0), (0.008, 1), (0.008, 2)]
+    rungs = {26: (METHODS, TRIALS), 35: (METHODS, TRIALS), 52: (LATER, carried)}
+    assert runs == [
+        (width, name, *trial) for width, (names, trials) in rungs.items() for name in names for trial in trials
+    ]
     assert [record["of"] for record in json.loads(config.json.read_text())][-1] == "prediction"
 
 
@@ -120,7 +123,7 @@ def test_rates_are_refused():
 
 def test_boundaries_are_compared_alike(trained, config, tmp_path):
     runs, _ = trained
-    options = {"compare": "boundaries", "widths": "32,64,96,130", "figure": tmp_path / "ladder.png"}
+    options = {"compare": "boundaries", "widths": "32,64,96,130", "searches": 3, "figure": tmp_path / "ladder.png"}
     ladder.main(Config(**vars(config) | options))
     assert runs == [(width, name, *trial) for width in (32, 64, 96) for name in BOUNDARIES for trial in TRIALS]
     about = json.loads(config.json.read_text())[0]["about"]
