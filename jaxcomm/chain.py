@@ -16,9 +16,18 @@ from jax import lax
 from jaxcomm.checks import check_count, check_range, check_transformation
 from jaxcomm.collectives import dense_mean
 from jaxcomm.collectives.axis import AxisName, in_axes_of_workers, is_tracked, to_varying, varies, zeros_of
-from jaxcomm.exchange import SCOPE, get_exchange, is_exchange_state, is_placeholder, lets_bypass, without_frozen
+from jaxcomm.exchange import (
+    SCOPE,
+    get_exchange,
+    is_exchange_state,
+    is_placeholder,
+    lets_bypass,
+    methods_in,
+    momentum_inside,
+    without_frozen,
+)
 from jaxcomm.kernels.numerics import wide_type
-from jaxcomm.order import check_chain, methods_in, momentum_inside, try_link
+from jaxcomm.order import check_chain, try_link
 from jaxcomm.state import keep_states_unless, trained, update_with_more, vary_rows
 from jaxcomm.types import AccumulatedState, DelayedState, ExchangeMetrics, Params, PerWorker, PyTree
 

@@ -11,6 +11,7 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, ClassVar, NamedTuple, ParamSpec, TypeGuard, cast
 
@@ -35,6 +36,7 @@ P = ParamSpec("P")
 _INDEX_BITS = 16  # of the number that says of which worker a row is
 _FROZEN = "optax.set_to_zero"
 SCOPE = "jaxcomm.update"  # the `jax.named_scope` of a whole exchange, with all of its collectives
+_IS_PART: ContextVar[bool] = ContextVar("of a part of the parameters", default=False)
 # Chooses leaves: a regular expression that is searched for in a leaf's path ("encoder/kernel"), or a function of the
 # path and the leaf, which may read the leaf's shape and dtype.
 Where = str | Callable[[str, Any], bool]
@@ -404,21 +406,36 @@ class Exchange:
         chosen, bypass = (jax.tree_util.tree_leaves_with_path(part) for part in (inside, outside))
         if self.others is None:
             return self.init_chosen(inside) if chosen else self.first_state()
-        if bypass and not chosen:
+        if bypass and not chosen and not _IS_PART.get():
             raise ValueError(
                 f"where must choose some parameters; got {self.where!r}, which chooses none of {len(bypass)}. Paths "
                 f"are as in {leaf_name(bypass[0][0])!r}."
             )
         is_frozen = _freezes(self.others)
-        if chosen and not bypass and not is_frozen:
+        if chosen and not bypass and not is_frozen and not _IS_PART.get():
             raise ValueError(
                 f"where must leave some parameters to others=; got {self.where!r}, which chooses all {len(chosen)}. "
                 "Leave out where= and others=, or narrow the pattern."
             )
-        second_state = self.others.init(outside)
-        if not is_frozen:
+        second_state = self.others.init(outside) if bypass or is_frozen else ()
+        state = self.init_chosen(inside) if chosen or not bypass else self.first_state()
+        if bypass and not is_frozen:
             check_exchange(second_state, f"others of {self.name}", of_all=False)
-        return self.init_chosen(inside).replace(others=second_state)
+            self._check_momentum(state, next(exchange_states(second_state)))
+        return state.replace(others=second_state)
+
+    def _check_momentum(self, state: ExchangeState, second: ExchangeState) -> None:
+        """Refuses `others` with another momentum: none may follow the exchange, since it would be applied twice."""
+        own, theirs = momentum_inside(state), momentum_inside(second)
+        if own != theirs:
+            dense = (
+                f"jaxcomm.{self.name if own else second.method.name}(momentum={own or theirs:g}, dense_below=2**31-1)"
+            )
+            raise ValueError(
+                f"An exchange and its others= must apply the same momentum; got {own:g} in {self.name} and {theirs:g} "
+                f"in {second.method.name}. Pass momentum=0, and the optimizer's momentum behind; or exchange a part "
+                f"densely with the same by {dense}."
+            )
 
     def _in_parts(self, tree: PyTree) -> "Exchange":
         """Returns the exchange of a part of the tree, with those of the other parts as `others` of each other.
@@ -490,7 +507,9 @@ class Exchange:
             part_params = None if params is None else self._part(params, False)
             if next(exchange_states(state.others), None) is None:  # frozen: zeros, replicated
                 outside = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), outside)
-            outside, second_state = self.others.update(outside, state.others, part_params)
+            second_state = state.others
+            if jax.tree.leaves(outside):
+                outside, second_state = self.others.update(outside, second_state, part_params)
             second = next((inner.metrics for inner in exchange_states(second_state)), ExchangeMetrics.zeros())
             ok = second.skipped == 0
         if any(jnp.size(leaf) for leaf in jax.tree.leaves(inside)):  # else no number could tell that the rest is not ok
@@ -621,6 +640,16 @@ def exchange_states(state: PyTree) -> Iterator[ExchangeState]:
             yield node
 
 
+def methods_in(exchange: ExchangeState) -> list[Exchange]:
+    """Returns the method of a gradient exchange, and those of the exchanges that it holds."""
+    return [exchange.method, *(inner.method for inner in exchange_states((exchange.memory, exchange.others)))]
+
+
+def momentum_inside(exchange: ExchangeState) -> float:
+    """Returns the momentum that a gradient exchange applies before it compresses."""
+    return max(method.momentum_inside for method in methods_in(exchange))
+
+
 def is_exchange_state(node: PyTree) -> TypeGuard[ExchangeState]:
     """Returns whether a node of a state is that of an exchange."""
     return isinstance(node, ExchangeState)
@@ -645,6 +674,16 @@ def get_exchange(state: PyTree) -> ExchangeState:
             "jaxcomm.chain(...)."
         )
     return exchange
+
+
+@contextlib.contextmanager
+def of_part() -> Iterator[None]:
+    """Lets an exchange be initialised for a part of the parameters, of which `where` may choose all, or none."""
+    token = _IS_PART.set(True)
+    try:
+        yield
+    finally:
+        _IS_PART.reset(token)
 
 
 def lets_bypass(state: ExchangeState) -> bool:

@@ -19,7 +19,14 @@ import numpy as np
 import optax
 
 from jaxcomm.accounting.jaxpr import inner_jaxpr, inner_jaxprs
-from jaxcomm.exchange import Exchange, ExchangeState, ExchangeTransformation, exchange_states, is_exchange_state
+from jaxcomm.exchange import (
+    ExchangeState,
+    ExchangeTransformation,
+    exchange_states,
+    is_exchange_state,
+    methods_in,
+    momentum_inside,
+)
 from jaxcomm.types import AccumulatedState, DelayedState, Params, PyTree
 
 _SMALL, _LARGE = np.float32(2.0**-13), np.float32(2.0**40)
@@ -237,6 +244,11 @@ def check_chain(tx: optax.GradientTransformation, state: PyTree, params: Params)
                 "Parameters must be real in a step that differentiates by itself; got split_real_and_imaginary around "
                 "an exchange, whose gradients JAX gives conjugated. Conjugate them in a step of your own, under "
                 "jaxcomm.data_parallel."
+            )
+        if len(states) > 1 and isinstance(node, AccumulatedState | DelayedState):
+            raise ValueError(
+                "accumulate= and delay= must be those of the outermost chain; got a jaxcomm.chain with one of them "
+                "inside another, whose other links would run in every call. Pass it to the outer chain."
             )
         if not is_exchange_state(node) and next(exchange_states(node), None) and _is_optax(node):
             raise ValueError(
@@ -465,16 +477,6 @@ def _refuse_momentum(exchange: ExchangeState) -> None:
         f"Momentum must be applied once; got an optimizer with momentum after {name}(momentum="
         f"{momentum_inside(exchange):g}). Use optax.sgd(learning_rate), without momentum=, or {name}(momentum=0)."
     )
-
-
-def methods_in(exchange: ExchangeState) -> list[Exchange]:
-    """Returns the method of a gradient exchange, and those of the exchanges that it holds."""
-    return [exchange.method, *(inner.method for inner in exchange_states((exchange.memory, exchange.others)))]
-
-
-def momentum_inside(exchange: ExchangeState) -> float:
-    """Returns the momentum that a gradient exchange applies before it compresses."""
-    return max(method.momentum_inside for method in methods_in(exchange))
 
 
 def has_error_feedback(exchange: ExchangeState) -> bool:

@@ -112,6 +112,8 @@ def make_chain(experiment: Experiment, method: Method, where: Where | None = Non
     inner, second_exchange = (where if experiment.slices == 1 else None), None
     if experiment.compress:
         inner, second_exchange = experiment.compress, jc.plump_dp(axis_name=across)
+        if isinstance(method, MomentumCorrection):  # dense, with the same momentum
+            second_exchange = jc.dgc(momentum=experiment.momentum, dense_below=2**31 - 1, axis_name=across)
     exchange = make_exchange(
         method, momentum=experiment.momentum, where=inner, others=second_exchange, axis_name=across
     )

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxcomm.chain import SplitChain, split_chain
 from jaxcomm.collectives.axis import AxisName, axis_names, in_axes_of_workers, to_varying
-from jaxcomm.exchange import get_exchange, is_exchange_state, keep_unless, zeros_unless
+from jaxcomm.exchange import get_exchange, is_exchange_state, keep_unless, of_part, zeros_unless
 from jaxcomm.kernels.numerics import is_finite_tree
 from jaxcomm.state import communication_period, is_trained, state_specs, trained
 from jaxcomm.types import ExchangeMetrics, Params, PerWorker, PyTree, is_per_worker
@@ -204,9 +204,9 @@ class ShardedExchange:
         return jax.shard_map(model, mesh=self.mesh, in_specs=(specs,), out_specs=out_specs)(exchanges)
 
     def _init(self, params: Params) -> ShardedState:
-        exchanges = tuple(
-            _pack(self.chain.exchange.init(_part(params, is_member)), axes) for axes, is_member in self.groups.items()
-        )
+        with of_part():
+            parts = {axes: _part(params, is_member) for axes, is_member in self.groups.items()}
+            exchanges = tuple(_pack(self.chain.exchange.init(part), axes) for axes, part in parts.items())
         reduced = () if self.chain.is_local else self.chain.before.init(_part(params, self.reduced))
         return ShardedState(ExchangeMetrics.zeros(), exchanges, reduced)
 

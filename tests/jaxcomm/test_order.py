@@ -661,3 +661,14 @@ def test_decay_after_momentum_correction():
 
     inner, outer = total(decay, optax.trace(0.9)), total(optax.trace(0.9), decay)
     assert inner / outer == pytest.approx(10, rel=0.1)
+
+
+@pytest.mark.parametrize("options", [{"accumulate": 2}, {"delay": 1}], ids=str)
+@pytest.mark.parametrize("outer", [jc.chain, optax.chain], ids=["jaxcomm", "optax"])
+def test_steps_of_an_inner_chain(options, outer):
+    """The other links would see zeros, or a clip what has left a residual."""
+    with pytest.raises(ValueError, match=r"must be those of the outermost chain; got .* Pass it to the outer chain"):
+        judge(outer(jc.chain(jc.topk(0.5), **options), optax.adam(0.1)))
+    with pytest.raises(ValueError, match="must be those of the outermost chain"):
+        judge(outer(optax.clip(1.0), optax.chain(jc.chain(jc.topk(0.5), **options), optax.sgd(0.1))))
+    judge(jc.chain(jc.chain(jc.topk(0.5), optax.adam(0.1)), **options))

@@ -128,11 +128,14 @@ def test_adam_and_muon(method, optimizer):
     assert jc.wire_report(tx, SHAPES, 4) == jc.wire_report(make_chain(EXPERIMENT, method), SHAPES, 4)
 
 
-def test_partial_compression():
-    experiment = dataclasses.replace(EXPERIMENT, compress="w")
-    received = jc.wire_report(make_chain(experiment, TopK(sparsity=0.9)), SHAPES, 4).received
-    compressed = jc.wire_report(jc.topk(0.9), {"w": SHAPES["w"]}, 4).received
-    assert received == compressed + 1.5 * 4 * 64
+@pytest.mark.parametrize(
+    ("method", "exchange"), [(TopK(sparsity=0.9), jc.topk(0.9)), (Dgc(sparsity=0.9), jc.dgc(0.9))], ids=["topk", "dgc"]
+)
+def test_partial_compression(method, exchange):
+    """Momentum correction has its momentum in the dense part as well."""
+    chain = make_chain(dataclasses.replace(EXPERIMENT, compress="w"), method)
+    compressed = jc.wire_report(exchange, {"w": SHAPES["w"]}, 4).received
+    assert jc.wire_report(chain, SHAPES, 4).received == compressed + 1.5 * 4 * 64
 
 
 @pytest.mark.parametrize("method", [*METHODS[: -len(OTHERS)], PlumpDp(p=3)], ids=run_name)

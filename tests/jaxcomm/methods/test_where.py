@@ -143,7 +143,42 @@ def test_momentum_inside():
     for factory in (jc.dgc, jc.iwp):
         with pytest.raises(ValueError, match=r"momentum must be 0 where some gradients bypass the exchange; got 0.9"):
             factory(momentum=0.9, where=WHERE)
-        factory(momentum=0.9, where=WHERE, others=jc.plump_dp())
+
+
+@pytest.mark.parametrize(
+    ("exchange", "said"),
+    [
+        (
+            lambda: jc.dgc(where="own", others=jc.plump_dp()),
+            ["0.9 in dgc", "0 in plump_dp", "jaxcomm.dgc(momentum=0.9"],
+        ),
+        (lambda: jc.topk(0.9, where="own", others=jc.dgc()), ["0 in topk", "0.9 in dgc", "jaxcomm.dgc(momentum=0.9"]),
+        (lambda: jc.iwp(where="own", others=jc.dgc(momentum=0.5)), ["0.9 in iwp", "0.5 in dgc"]),
+        (lambda: jc.dgc(where="own", others=jc.chain(optax.clip(1.0), jc.plump_dp())), ["0.9 in dgc", "0 in plump_dp"]),
+        (lambda: jc.topk(where="own", others=jc.plump_dp(where="small", others=jc.dgc())), ["0 in plump_dp"]),
+    ],
+)
+def test_another_momentum(exchange, said):
+    refused(lambda: exchange().init(PARAMS), "the same momentum", *said)
+
+
+def test_the_same_momentum():
+    """As SGD with momentum on one device, whichever exchange a leaf goes through."""
+    rest = jc.dgc(momentum=0.9, dense_below=2**31 - 1)
+    tx = jc.chain(jc.dgc(0.0, value_dtype="float32", factor_masking=False, where="own", others=rest), optax.sgd(0.1))
+
+    def loss(params, batch):
+        return sum(jnp.sum(leaf * (1 + leaf)) for leaf in params.values()) * jnp.mean(batch)
+
+    step, one = jc.simulate(loss, tx, K), optax.sgd(0.1, momentum=0.9)
+    state, params, own = step.init(PARAMS), PARAMS, one.init(PARAMS)
+    for _ in range(3):
+        state, _ = step(state, np.ones(2 * K, np.float32))
+        updates, own = one.update(jax.grad(loss)(params, np.ones(2 * K, np.float32)), own)
+        params = optax.apply_updates(params, updates)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), state.params, params)
+    frozen = jc.dgc(where="own", others=optax.set_to_zero())
+    assert frozen.init(PARAMS).method.momentum == 0.9
 
 
 def local(exchange):

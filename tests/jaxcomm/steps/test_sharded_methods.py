@@ -1,5 +1,7 @@
 """Steps for sharded parameters with compressed exchanges: all ways agree."""
 
+import re
+
 import jax
 import numpy as np
 import optax
@@ -53,3 +55,28 @@ def test_without_slices():
     )
     (result,), reference = state.opt_state.exchange.exchanges[0], expected_state.opt_state[0]
     np.testing.assert_allclose(result.residual.rows, reference.residual.rows, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("where", ["bottom|up/bias", "kernel"], ids=str)
+def test_where_of_all_or_none_of_a_group(where):
+    """Of the parameters that are sharded alike `where` may choose all, or none, as long as it does not of all."""
+
+    def tx(others):
+        exchange = jc.topk(0.5, value_dtype="float32", where=where, others=others)
+        return jc.chain(exchange, optax.sgd(0.1, momentum=0.9))
+
+    dense = jc.topk(0.0, value_dtype="float32")
+    by_hand, _ = sharded.trained("tensor parallel", tx(jc.plump_dp()), 2)
+    also, _ = sharded.trained("tensor parallel", tx(dense), 2)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), by_hand.params, also.params)
+    frozen, _ = sharded.trained("tensor parallel", tx(optax.set_to_zero()), 2)
+    moved = jax.tree_util.tree_map_with_path(
+        lambda path, new, old: (
+            bool(np.any(new != old)) == bool(re.search(where, jax.tree_util.keystr(path, simple=True, separator="/")))
+        ),
+        frozen.params,
+        sharded.params(),
+    )
+    assert all(jax.tree.leaves(moved))
+    with pytest.raises(ValueError, match="where must choose some parameters; got 'none'"):
+        sharded.trained("tensor parallel", jc.chain(jc.topk(0.5, where="none", others=dense), optax.sgd(0.1)), 1)
