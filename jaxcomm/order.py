@@ -226,10 +226,7 @@ def check_chain(tx: optax.GradientTransformation, state: PyTree, params: Params)
     Raises:
       ValueError: for an order that is refused, with the remedy.
     """
-    if isinstance(state, AccumulatedState):
-        state = state.inner_opt_state
-    if isinstance(state, DelayedState):
-        state = state.inner
+    state = _without_steps(state)
     states = list(_flat(state))
     at = [place for place, node in enumerate(states) if is_exchange_state(node)]
     if len(at) > 1:
@@ -277,6 +274,17 @@ def check_chain(tx: optax.GradientTransformation, state: PyTree, params: Params)
     warned = _check_states(exchange, before, [])
     warned += _judge(exchange, [link for link in tried[:place] if link], [link for link in tried[place:] if link])
     return list(dict.fromkeys(warned))
+
+
+def _without_steps(state: PyTree) -> Any:
+    """Returns the state of a whole chain without what accumulates or delays around it, or changes hyperparameters."""
+    if isinstance(state, AccumulatedState):
+        return _without_steps(state.inner_opt_state)
+    if isinstance(state, DelayedState):
+        return _without_steps(state.inner)
+    if isinstance(state, _PASSED) and next(exchange_states(state), None):
+        return _without_steps(state.inner_state)
+    return state
 
 
 def _with_states(tx: Any, state: PyTree) -> tuple[list[Any], list[Any]]:

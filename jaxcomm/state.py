@@ -151,6 +151,12 @@ def exchange_interval(state: PyTree) -> int:
     return next((node.every for node in nodes if isinstance(node, AccumulatedState)), communication_period(state) or 1)
 
 
+def has_delay(state: PyTree) -> bool:
+    """Returns whether the state is that of a chain whose exchange takes the gradients of the step before."""
+    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, DelayedState))
+    return any(isinstance(node, DelayedState) for node in nodes)
+
+
 def exchange_turns(state: PyTree) -> int:
     """Finds how many exchanges a local method takes to exchange all parameters once; 1 for other methods."""
     return next((exchange.method.turns for exchange in exchange_states(state)), 1)

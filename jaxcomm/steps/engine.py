@@ -24,6 +24,8 @@ from jaxcomm.state import (
     check_axes,
     check_model_state,
     communication_period,
+    exchange_interval,
+    has_delay,
     is_averaged,
     keep_states_unless,
     make_local,
@@ -42,7 +44,7 @@ from jaxcomm.steps.replication import over_workers
 from jaxcomm.steps.step import Report, Update, params_like
 from jaxcomm.steps.workers import WorkerPlacement
 from jaxcomm.traffic import Program, Traffic
-from jaxcomm.types import DelayedState, Params, PerWorker, PyTree
+from jaxcomm.types import Params, PerWorker, PyTree
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,7 @@ def worker_step(
     check_new_state(model_state, old.model_state, takes_counts=not is_local)
     own_ok = is_applicable_tree(gradients) if is_local else jnp.asarray(True)  # local workers decide on their own
     own_state = keep_unless(own_ok, model_state, old.model_state) if is_local else model_state
-    is_delayed, reported = isinstance(old.opt_state, DelayedState), ({"loss": loss, **scalars}, own_state)
+    is_delayed, reported = has_delay(old.opt_state), ({"loss": loss, **scalars}, own_state)
     averaged, mean_state = reported if is_delayed or is_alone else mean_over_workers(*reported, axis_name, kinds)
 
     def loss_at(trained_params: Params) -> jax.Array:
@@ -148,6 +150,8 @@ def worker_step(
         reported[0]["loss"] = jnp.where(exchanged.skipped < 2, loss, jnp.nan)
         averaged, mean_state = mean_over_workers(*reported, axis_name, kinds)
         state_ok = is_finite_tree(mean_state)  # a skip of the exchange says nothing about this step
+    elif exchange_interval(state.opt_state) > 1 and not is_local:  # nor does a call without one
+        state_ok = state_ok & is_finite_tree(mean_state)
     model_state = keep_unless(state_ok, mean_state, old.model_state)
     new = TrainState(params, opt_state, state.step + 1, model_state)
     scalars = rows_of(averaged, axis_name) if is_alone else averaged

@@ -672,3 +672,15 @@ def test_steps_of_an_inner_chain(options, outer):
     with pytest.raises(ValueError, match="must be those of the outermost chain"):
         judge(outer(optax.clip(1.0), optax.chain(jc.chain(jc.topk(0.5), **options), optax.sgd(0.1))))
     judge(jc.chain(jc.chain(jc.topk(0.5), optax.adam(0.1)), **options))
+
+
+@pytest.mark.parametrize("options", [{"accumulate": 2}, {"delay": 1}], ids=str)
+def test_chains_inside_hyperparameters(options):
+    """The rules hold for what accumulates or waits inside optax.inject_hyperparams."""
+
+    @optax.inject_hyperparams
+    def tx(rate):
+        return jc.chain(optax.trace(0.9), jc.topk(0.5), optax.sgd(rate), **options)
+
+    with pytest.raises(ValueError, match=STATE):
+        judge(tx(0.1))

@@ -157,6 +157,25 @@ def test_a_skip_leaves_nothing():
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_state_without_nan(kind):
+    """Of a batch that is not finite it keeps nothing, in a call without an exchange as in one with it."""
+
+    def loss(params, state, batch):
+        rows = batch["x"] @ params["w"]
+        return jnp.square(rows).mean(), ({}, 0.9 * state + 0.1 * batch["x"].mean(0))
+
+    chain = jc.chain(jc.plump_dp(), optax.sgd(0.1), accumulate=2)
+    step = make(kind, loss, chain, has_state=True)
+    good, state = np.ones((2 * K, 3), np.float32), step.init({"w": jnp.ones(3)}, model_state=jnp.zeros(3))
+    expected = np.zeros(3, np.float32)
+    for place, batch in enumerate([np.nan * good, good, good, np.nan * good, good, good]):
+        state, metrics = step(state, {"x": batch})
+        expected = 0.9 * expected + 0.1 if place in (2, 4, 5) else expected  # 1 and 3 are skipped
+        np.testing.assert_allclose(state.model_state, expected, rtol=1e-5)
+        assert int(metrics["skipped"]) == (place in (1, 3))
+
+
 @pytest.mark.slow
 def test_bytes_of_a_chain():
     tx, single_use = jc.chain(SPARSE, optax.adam(1e-2), accumulate=4), jc.chain(SPARSE, optax.adam(1e-2))
