@@ -38,6 +38,7 @@ def rounds(
     grace: float | None = None,
     overlap: int = 5,
     local: PyTree = None,
+    batch_axis: PyTree = 0,
     worker: str | None = None,
     total: int | None = None,
     every: int = 20,
@@ -98,6 +99,8 @@ def rounds(
         which a worker that is out of step with the others comes into step. A dead one costs it once.
       overlap: local steps that a worker may take while its round is under way, below `steps`; 0 waits.
       local: the first local state, if `step` is a function.
+      batch_axis: the axis of the rows in every array of a batch, or a tree of axes, None for what has no rows, as class
+        weights.
       worker: the worker's name, other than every other worker's; None for one made of host and process. A worker that
         comes back under its old name takes up what it has left.
       total: rounds of the run, after which `worker.done`; None for a run without end.
@@ -156,7 +159,18 @@ def rounds(
         "limit": limit,
         "params": shapes,
     }
-    made = Worker(log, model, clock, local_step, params, local, overlap=overlap, every=every, settings=settings)
+    made = Worker(
+        log,
+        model,
+        clock,
+        local_step,
+        params,
+        local,
+        batch_axis=batch_axis,
+        overlap=overlap,
+        every=every,
+        settings=settings,
+    )
     clock.run(made.begin())
     return made
 

@@ -16,6 +16,7 @@ from jaxcomm.rounds.clock import Clock, Task, Waiting
 from jaxcomm.rounds.hosts import Hosts
 from jaxcomm.rounds.log import Log, News
 from jaxcomm.rounds.model import Global, Model, Packing, Unsent, number_of
+from jaxcomm.steps.batch import check_batch, row_axes
 from jaxcomm.types import Params, PyTree
 
 POLL = 0.005  # seconds between two looks at a task that a step waits for
@@ -74,13 +75,14 @@ class Worker:
         params: Params,
         local: PyTree,
         *,
+        batch_axis: PyTree,
         overlap: int,
         every: int,
         settings: Mapping[str, Any],
     ):
         self.name, self.round, self.counted, self.late = log.name, 0, 0, 0
         self._log, self._model, self._clock, self._local_step = log, model, clock, step
-        self._overlap, self._every, self._settings = overlap, every, settings
+        self._batch_axis, self._overlap, self._every, self._settings = batch_axis, overlap, every, settings
         self._own = self._sent = jax.tree.map(jnp.copy, params)  # a step may donate them
         self._local, self._global, self._unsent = local, model.first(params), model.unsent(params)
         self._sending: Sending | None = None
@@ -97,13 +99,14 @@ class Worker:
         """Takes a local step, and what the round asks for.
 
         It waits for the round only where the next step may not run ahead of it. Every array of the batch has the
-        worker's own rows first; their number is the step's weight.
+        worker's own rows along `batch_axis`; their number is the step's weight.
 
         Returns:
           The step's metrics, and `round`, the number of the round that comes next.
 
         Raises:
-          ValueError: if the store refuses, or holds what no worker wrote.
+          ValueError: for arrays of different numbers of rows, or none; if the store refuses, or holds what no worker
+            wrote.
           TimeoutError: if the store fails for `timeout` seconds.
         """
         return self._clock.run(self.advance(batch))
@@ -165,7 +168,9 @@ class Worker:
 
     def advance(self, batch: PyTree) -> Waiting[dict[str, Any]]:
         """Does `__call__`."""
-        rows = [np.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if np.ndim(leaf)]
+        check_batch(batch, 1, batch_axis=self._batch_axis)
+        axes = row_axes(batch, self._batch_axis)
+        rows = [np.shape(x)[axis] for x, axis in zip(jax.tree.leaves(batch), axes, strict=True) if axis is not None]
         check_range("batch", rows, "arrays of at least one row", bool(rows) and rows[0] > 0, "Pass the worker's rows")
         rule = "one that has not left, in a run that is not over"
         check_range("worker", self.name, rule, not self._has_left and not self.done, "Stop when worker.done")

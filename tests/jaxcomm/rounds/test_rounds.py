@@ -237,6 +237,37 @@ def test_refused_arguments(call, said):
     refused(call, *said)
 
 
+def stepping(batch, **options):
+    """A worker that has taken a step which reads nothing of the batch."""
+
+    def step(params, local, batch):
+        return params, local, {}
+
+    worker = jc.rounds(MemoryStore(), step, first_params(), exchange=EXCHANGE, worker="a", quorum=1, **options)
+    worker(batch)
+    return worker
+
+
+WEIGHTED = {"class_weights": np.ones(10, np.float32), "x": np.ones((8, 3), np.float32), "y": np.ones(8, np.float32)}
+
+
+@refusals(
+    (lambda: stepping(WEIGHTED), "same number of rows", "10 at", "'class_weights': None"),
+    (lambda: stepping({"key": jax.random.PRNGKey(0), "x": WEIGHTED["x"]}), "random key", "'key'"),
+    (lambda: stepping({"x": np.ones((0, 3), np.float32)}), "batch", "0 rows"),
+    (lambda: stepping({}), "batch", "at least one row"),
+    (lambda: stepping(WEIGHTED, batch_axis=2), "batch_axis", "2"),
+)
+def test_batches_without_one_number_of_rows(call, said):
+    """It would be the weight of the worker's change."""
+    refused(call, *said)
+
+
+def test_the_weight_of_a_change_is_its_rows():
+    assert stepping(WEIGHTED, batch_axis={"class_weights": None, "x": 0, "y": 0})._rows == 8
+    assert stepping({"text": np.ones((5, 8), np.int32), "key": jax.random.key(0)}, batch_axis=1)._rows == 8
+
+
 @pytest.mark.parametrize(
     ("name", "change"),
     [
