@@ -204,8 +204,10 @@ def loss_of(
     def parts(params: Params, model_state: PyTree, batch: PyTree) -> tuple[Any, dict[str, Any], Any]:
         args = (params, model_state, batch) if has_state else (params, batch)
         if isinstance(batch, Batch):
-            keys = () if batch.key is None else (jax.random.fold_in(batch.key, lax.axis_index(axis_name)),)
-            args = (*args[:-1], batch.tree(), *keys)
+            key = batch.key
+            if key is not None and all(map(is_bound, axis_names(axis_name))):  # else the loss has the rows of all
+                key = jax.random.fold_in(key, lax.axis_index(axis_name))
+            args = (*args[:-1], batch.tree(), *(() if key is None else (key,)))
         if not has_state and jax.tree.leaves(model_state):
             raise ValueError(
                 f"A model's state must be given to the loss, which returns a new one; got a state of "

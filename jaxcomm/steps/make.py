@@ -120,7 +120,7 @@ def make_train_step(
       batch_axis: the axis of a batch's arrays that has the rows; or a tree of axes, a prefix of the batch, with None
         for what is replicated: {"tokens": 1, "label": 0, "class_weights": None}.
       rng: a random key, folded with the step, the micro-batch and the worker, for a `loss_fn` that takes a key after
-        the batch.
+        the batch. On a mesh of Explicit axes, where a loss has all rows, not with the worker.
       axis_name: the axis of workers, or the axes, outermost first; None for that of the exchange in `tx` if it is known
         (for a `jaxcomm.chain` or an exchange alone), else "data".
       donate: reuse the state's buffers for the new state. The old state cannot be read afterwards.

@@ -266,3 +266,21 @@ def test_integers_and_keys(name, is_local):
     expected = sharded.trained_on_one_device(SGD, 3, times=2)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), model["net"], expected)
     assert all((model[name] == leaf).all() for name, leaf in UNTRAINED.items())
+
+
+def test_random_keys_on_a_mesh_of_explicit_axes():
+    """The loss has the rows of all workers and one key, as on one device."""
+    mesh, tx, key = sharded.explicit_mesh(2, 2), jc.chain(jc.plump_dp(), optax.sgd(0.1)), jax.random.key(3)
+
+    def loss(params, batch, key):
+        noise = jax.random.normal(key, batch["image"].shape, out_sharding=jax.typeof(batch["image"]).sharding)
+        return sharded.explicit(params, batch | {"image": batch["image"] + noise})
+
+    step = jc.make_train_step(loss, tx, mesh, specs=sharded.OVER_MODEL, rng=key)
+    batch = next(sharded.batches(1))
+    state, metrics = step(step.init(sharded.params()), sharded.on(mesh, batch))
+    image = batch["image"] + jax.random.normal(jax.random.fold_in(key, 0), batch["image"].shape)
+    whole = sharded.whole(sharded.params(), batch | {"image": np.asarray(image)})
+    assert metrics["loss"] == pytest.approx(float(whole), rel=1e-3)
+    moved = jax.tree.map(lambda a, b: np.abs(a - b).max() > 0, state.params, sharded.params())
+    assert all(jax.tree.leaves(moved))
