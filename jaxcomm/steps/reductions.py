@@ -5,6 +5,7 @@ only a Python function, but its program tells. It is traced for a worker's rows 
 are compared, equation by equation. A constant that grows is a number of rows.
 """
 
+import contextlib
 import math
 import re
 import warnings
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
+from jax.core import ShapedArray, Tracer
 from jax.extend.core import Literal
 from jax.sharding import PartitionSpec as P
 
@@ -153,27 +154,39 @@ def scalings(function: Callable[..., Any], rows: Sequence[Any], workers: int, ax
       axes: the axes of workers, as far as they are bound.
 
     Returns:
-      The function's output, with a `Scaling` for each number; None if it cannot be traced for other rows.
+      The function's output, with a `Scaling` for each number, which is unknown if other rows cannot be traced; None if
+      these cannot either.
     """
-    single = [jax.typeof(x) for x in rows]
-
-    def times(factor: int) -> list[Any]:
-        return [aval.update(shape=(factor * aval.shape[0], *aval.shape[1:])) for aval in single]
-
-    has_one = any(aval.shape[0] == 1 for aval in single)  # along one row a program may have other operations
+    typed = [jax.typeof(x) for x in rows]
+    untracked = [ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in typed]
+    has_one = any(aval.shape[0] == 1 for aval in typed)  # along one row a program may have other operations
     numbers, out = list[Scaling](), None
     for factor in (1, 2, 4)[has_one:]:  # a layer may choose its way by the number of rows
-        try:
-            one, out = jax.make_jaxpr(function, return_shape=True)(times(factor))
-            two = jax.make_jaxpr(function)(times(2 * factor))
-        except Exception:
+        for avals in (typed, untracked):  # a loop may start with zeros that no type calls different by worker
+            try:
+                one, out = jax.make_jaxpr(function, return_shape=True)(_times(avals, factor))
+                break
+            except Exception:
+                one = None
+        if one is None:
             return None
+        try:
+            two = jax.make_jaxpr(function)(_times(avals, 2 * factor))
+        except Exception:
+            numbers = [_NEITHER] * len(inner_jaxpr(one).outvars)
+            break
         numbers = _compare(one, two, [_ROWS] * len(rows), _Walk(workers, 2, axes))
         if numbers[:1] != [_NEITHER]:
             break
-    if has_one:  # what is of an only row is not told apart from what is of the first
+    is_compared = not any(number is _NEITHER for number in numbers)
+    if has_one and is_compared:  # what is of an only row is not told apart from what is of the first
         numbers = [number._replace(is_shared=number.is_shared or number.is_unknown) for number in numbers]
     return jax.tree.unflatten(jax.tree.structure(out), numbers)
+
+
+def _times(avals: Sequence[Any], factor: int) -> list[Any]:
+    """Returns the types of arrays of so many times as many rows."""
+    return [aval.update(shape=(factor * aval.shape[0], *aval.shape[1:])) for aval in avals]
 
 
 class StepScaling(NamedTuple):
@@ -220,14 +233,20 @@ class StepScaling(NamedTuple):
         ]
         # Along one row it may have other operations.
         has_one = any(jnp.shape(leaf)[len(spec) - 1] == workers for leaf, spec in batches)
-        shapes = treedef.unflatten(map(alone, leaves, jax.tree.leaves(specs), has_rows))
         mesh = abstract_mesh(dict.fromkeys(axes, 1))
-        try:
-            # Only traced, and untracked as the step itself is.
-            on_one = jax.shard_map(step, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
-            (other,) = jax.make_jaxpr(on_one)(*shapes).jaxpr.eqns
-        except Exception:
-            return cls([], [], workers)
+        # Only traced, and untracked as the step itself is.
+        on_one = jax.shard_map(step, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+
+        def trace(has_rows: Sequence[bool]) -> Any:
+            shapes = treedef.unflatten(map(alone, leaves, jax.tree.leaves(specs), has_rows))
+            with contextlib.suppress(Exception):
+                return jax.make_jaxpr(on_one)(*shapes).jaxpr.eqns[0]
+
+        other = trace(has_rows)
+        if other is None:
+            is_of_rows = not has_one and trace([False] * len(leaves)) is not None  # it takes as many rows as one of K
+            unknown = [_NEITHER] * is_of_rows
+            return cls(unknown * len(eqn.outvars), unknown, workers)
         inputs = dict(zip(program.jaxpr.invars, (_ROWS if has else Scaling() for has in has_rows), strict=True))
         walk = _Walk(workers, workers, axes, is_alone=True)
         bodies = eqn.params["jaxpr"], other.params["jaxpr"]
@@ -275,9 +294,10 @@ def warn_of_unknown(names: Sequence[str]) -> None:
     _warn(
         names,
         "cannot be told to be a mean over rows, since rows are combined in another way than by sums and means (a "
-        "logsumexp, a norm, an order, a recurrence, a loop in Python). The mean over workers and micro-batches is the "
-        "number of one device only if it is a mean over rows. If it is, ignore this warning. Where time comes first, "
-        "pass batch_axis=1; otherwise take it of all rows: jax.lax.all_gather(x, axis, tiled=True).",
+        "logsumexp, a norm, an order, a recurrence, a loop in Python), or their number is written in the code. The "
+        "mean over workers and micro-batches is the number of one device only if it is a mean over rows. If it is, "
+        "ignore this warning. Where time comes first, pass batch_axis=1; otherwise take it of all rows: "
+        "jax.lax.all_gather(x, axis, tiled=True).",
     )
 
 
@@ -537,12 +557,19 @@ def _is_curved(one: PyTree, two: PyTree, operands: Sequence[Scaling]) -> bool:
     """Returns whether a primitive is not linear in own numbers, of which none has rows."""
     name, own = one.primitive.name, [operand.is_own and operand.power != -math.inf for operand in operands]
     pairs = zip((*one.invars, *one.outvars), (*two.invars, *two.outvars), strict=True)
-    is_linear = name in _LINEAR or name in COLLECTIVES or bool(inner_jaxprs(one.params))
+    is_linear = name in _LINEAR or name in COLLECTIVES or bool(inner_jaxprs(one.params)) or _is_guard(one)
     if is_linear or not any(own) or any(_differs(*pair) for pair in pairs):
         return False
     if name in ("mul", "dot_general", "conv_general_dilated"):
         return all(own)
     return own[1] if name == "div" else True
+
+
+def _is_guard(eqn: Any) -> bool:
+    """Returns whether an equation tells numbers from NaN and infinity, or joins such answers."""
+    name, operands = eqn.primitive.name, eqn.invars
+    is_of_itself = name == "ne" and operands[0] is operands[1]
+    return is_of_itself or name in ("is_finite", "and", "or", "not", "reduce_and", "reduce_or")
 
 
 def _is_extreme(operands: Sequence[Scaling]) -> bool:
@@ -568,7 +595,9 @@ def _same(operands: Sequence[Scaling]) -> Scaling:
 def _picked(places: Sequence[Scaling], number: Scaling) -> Scaling:
     """Returns the scaling of what is picked from numbers by others: not known for an order of rows, or its like."""
     is_by_order = any(place.is_own and (math.isnan(place.power) or place.is_extreme) for place in places)
-    return _UNKNOWN._replace(**_marks([*places, number])) if is_by_order else number
+    if is_by_order:
+        return _UNKNOWN._replace(**_marks([*places, number]))
+    return number._replace(is_curved=number.is_curved or any(place.is_curved for place in places))
 
 
 def _is_number(x: Any) -> bool:

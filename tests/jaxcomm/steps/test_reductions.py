@@ -162,7 +162,28 @@ def test_a_constant_that_counts_rows(count):
 
 
 def test_rows_fixed_in_the_code():
-    assert scalings(lambda rows: rows[0].reshape(ROWS, 2, 2).sum(), [jnp.asarray(X)], K) is None
+    """Nobody can tell what another number of rows would give, so it warns, but not where a worker has one row."""
+    assert scalings(lambda rows: rows[0].reshape(ROWS, 2, 2).sum(), [jnp.asarray(X)], K).is_unknown
+
+    def summed(params, batch):
+        return (batch["x"].reshape(4, 2, 2) * params["w"].reshape(2, 2)).sum()
+
+    step = jc.simulate(summed, jc.chain(jc.plump_dp(), TX), K)
+    with pytest.warns(UserWarning, match="loss: cannot be told to be a mean.* their number is written in the code"):
+        step(step.init(PARAMS), BATCH)
+    step = jc.simulate(lambda p, b: jnp.vdot(jnp.squeeze(b["x"], 0), p["w"]), jc.chain(jc.plump_dp(), TX), 16)
+    step(step.init(PARAMS), BATCH)
+
+
+def test_a_loop_over_one_row():
+    """Its mean over workers is not the sum that one device takes: it warns as a loop over several does."""
+
+    def summed(params, batch):
+        return sum(jnp.vdot(batch["x"][place], params["w"]) for place in range(len(batch["x"])))
+
+    step = jc.simulate(summed, jc.chain(jc.plump_dp(), TX), 16)
+    with pytest.warns(UserWarning, match="loss: cannot be told to be a mean over rows"):
+        step(step.init(PARAMS), BATCH)
 
 
 PARAMS = {"w": np.ones(4, np.float32), "b": np.float32(0)}
@@ -335,6 +356,12 @@ def test_a_sum_in_a_foreign_step():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), params, expected[1])
 
 
+def test_rows_fixed_in_a_foreign_step_warn():
+    train_step, state = foreign(lambda p, b: (b["x"].reshape(4, 2, 2) * p["w"].reshape(2, 2)).sum())
+    with pytest.warns(UserWarning, match="gradients, 1: cannot be told to be a mean over rows"):
+        jc.data_parallel(train_step, jc.make_mesh(data=K))(state, BATCH)
+
+
 def test_metrics_of_a_foreign_step():
     train_step, state = foreign(with_metrics, has_metrics=True)
     mesh = jc.make_mesh(data=K)
@@ -447,6 +474,7 @@ def mean_of(x):
     return jnp.square(x).mean()
 
 
+MIDDLE = 1.0  # of the means of squares of four parts, one is above
 # Functions of x (rows, 4), and whether it is the mean over workers that is not the value for all rows.
 OF_MEANS = {
     "root": (lambda x: jnp.sqrt(mean_of(x)), True),
@@ -457,10 +485,15 @@ OF_MEANS = {
     "shares of experts": (lambda x: jnp.sum((x > 0).mean(0) * jax.nn.softmax(x).mean(0)), True),
     "entropy of a mean": (lambda x: -jnp.sum(jax.scipy.special.xlogy(p := jax.nn.softmax(x).mean(0), p)), True),
     "in a scan": (lambda x: jax.lax.scan(lambda c, t: (c + jnp.sqrt(mean_of(x * t)), None), 0.0, jnp.ones(2))[0], True),
+    "left out where large": (lambda x: jnp.where(mean_of(x) < MIDDLE, mean_of(x), 0.0), True),
+    "by another branch": (lambda x: jax.lax.cond(mean_of(x) < MIDDLE, jnp.negative, lambda m: 2 * m, mean_of(x)), True),
+    "free bits": (lambda x: jnp.where(x.mean(0) > 0.1, x.mean(0), 0.1).sum(), True),
     "mean": (mean_of, False),
     "scaled, and shifted": (lambda x: 3 * mean_of(x) / jnp.exp(WEIGHTS[0, 0]) + WEIGHTS.sum() ** 2, False),
     "several": (lambda x: mean_of(x) + jnp.dot(WEIGHTS[:, 0], x.mean(0)) - x[:, 1].mean(), False),
     "guarded": (lambda x: jnp.where(jnp.isfinite(mean_of(x)), mean_of(x), 0.0), False),
+    "guarded twice": (lambda x: jnp.where(jnp.isnan(m := mean_of(x)) | ~jnp.isfinite(x.mean(0)).all(), 0.0, m), False),
+    "picked by row": (lambda x: jnp.where(x > 0.5, x, 0.0).mean(), False),
     "roots of rows": (lambda x: jnp.sqrt(jnp.square(x).mean(-1)).mean(), False),
     "layer normalisation": (lambda x: jax.nn.standardize(x, axis=-1).max(-1).mean(), False),
 }
