@@ -8,7 +8,7 @@ momentum. Where only a state is at hand, it is checked alone.
 import functools
 import inspect
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -61,21 +61,23 @@ class Effects(NamedTuple):
     stops: frozenset[str]
 
 
-def try_link(link: optax.GradientTransformation, params: Params) -> Effects | None:
+def try_link(link: optax.GradientTransformation, params: Params, most: int = _TRIED) -> Effects | None:
     """Tries a link on a tree like the parameters', with 2 elements along each dimension; None if the link fails.
 
-    Of more than 16 leaves, 16 are tried for all, to save time.
+    Of more leaves than `most`, so many are tried for all, to save time.
     """
     structure, ndims = jax.tree.structure(params), tuple(len(jnp.shape(leaf)) for leaf in jax.tree.leaves(params))
     try:
-        return _try_link(link, structure, ndims)
+        return _try_link(link, structure, ndims, most)
     except TypeError:  # a link, or a tree, that cannot be hashed
-        return _try_link.__wrapped__(link, structure, ndims)
+        return _try_link.__wrapped__(link, structure, ndims, most)
 
 
 @functools.lru_cache(maxsize=64)  # a chain is checked when it is initialised, and again wherever it is split
-def _try_link(link: optax.GradientTransformation, structure: PyTree, ndims: tuple[int, ...]) -> Effects | None:
-    probed = {round(i) for i in np.linspace(0, len(ndims) - 1, min(len(ndims), _TRIED))}
+def _try_link(
+    link: optax.GradientTransformation, structure: PyTree, ndims: tuple[int, ...], most: int
+) -> Effects | None:
+    probed = {round(i) for i in np.linspace(0, len(ndims) - 1, min(len(ndims), most))}
     for places in (probed, set(range(len(ndims)))):  # all, for a link with a mask of the parameters' structure
         try:  # in a thread of its own, which is in no trace and no mesh: small arrays are not a worker's
             with ThreadPoolExecutor(1) as thread:
@@ -310,6 +312,36 @@ def _with_states(tx: Any, state: PyTree) -> tuple[list[Any], list[Any]]:
         links += parts[0]
         states += parts[1]
     return links, states
+
+
+def check_slots(tx: optax.GradientTransformation, slots: PyTree, stages: Sequence[tuple[Params, PyTree]]) -> None:
+    """Checks that the links of a pipeline's chain do to the slots of a stage what they would do to its tensors.
+
+    Args:
+      tx: the chain.
+      slots: the shapes of the slots.
+      stages: the shapes of every stage's tensors, and a like tree of the path of each one's slot.
+
+    Raises:
+      ValueError: for a link that goes by a tensor's name or rank.
+    """
+    for number, link in enumerate(getattr(tx, "links", ())):
+        on_slots = None if isinstance(link, ExchangeTransformation) else try_link(link, slots, len(slots))
+        for stage, (tensors, paths) in enumerate(stages):
+            leaves = jax.tree_util.tree_leaves_with_path(tensors)
+            own = on_slots and try_link(link, tensors, len(leaves))
+            pairs = [
+                (jax.tree_util.keystr(path), at) for (path, _), at in zip(leaves, jax.tree.leaves(paths), strict=True)
+            ]
+            for effect in Effects._fields if on_slots and own else ():
+                of_own, of_slots = getattr(own, effect), getattr(on_slots, effect)
+                if others := [name for name, at in pairs if (name in of_own) != (at in of_slots)]:
+                    raise ValueError(
+                        "A link of a pipeline's chain must not go by a tensor's name or rank, since stages are stacked "
+                        f"without names, and as vectors where their shapes differ; got link {number} of the chain, "
+                        f"which would treat {others[0]!r} of stage {stage} in another way. Leave its mask out, or an "
+                        "optimizer of matrices; stages of equal shapes keep their ranks."
+                    )
 
 
 def check_descent(tx: optax.GradientTransformation, state: PyTree, params: Params) -> None:

@@ -16,6 +16,7 @@ from jaxcomm.collectives.axis import AxisName, axis_names, on_step_mesh
 from jaxcomm.collectives.messages import sum_of_few
 from jaxcomm.exchange import get_exchange
 from jaxcomm.kernels.numerics import is_finite_tree
+from jaxcomm.order import check_slots
 from jaxcomm.state import (
     TrainState,
     check_aliases,
@@ -137,6 +138,9 @@ class Staged(WorkerPlacement):
                 "A pipeline must exchange all gradients of a stage, whose stacked parameters have no paths of their "
                 "own and whose layers cannot gather over the workers; got an exchange with where=. Leave it out."
             )
+        slots = pipeline.param_slots
+        paths = [jax.tree.map("[{}]".format, numbers) for numbers in slots.stages]
+        check_slots(self.tx, stage[0], list(zip(pipeline.params, paths, strict=True)))
         specs = self.specs_of(shapes)
         on_devices = jax.shard_map(device_state, mesh=self.mesh, in_specs=P(STAGE_AXIS), out_specs=specs)
         return jax.jit(on_devices)(*place(stacked, NamedSharding(self.mesh, P(STAGE_AXIS))))

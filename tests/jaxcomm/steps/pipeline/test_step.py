@@ -1,6 +1,7 @@
 """The exchange of a pipeline's gradients, by stages; skipped steps, residuals, saved states, and what is refused."""
 
 import functools
+import itertools
 from dataclasses import replace
 
 import jax
@@ -23,6 +24,7 @@ from tests.jaxcomm.steps.pipeline.stages import (
     stages_of,
 )
 from tests.marks import slow_except
+from tests.refusals import refused
 
 K, WIDTH = 2, 24
 SGD = optax.sgd(0.1)
@@ -544,3 +546,44 @@ def test_a_stage_that_mixes_rows_warns():
     state = step.init(stages_of(params_of(), CUTS[2]))
     with pytest.warns(UserWarning, match="loss.*cannot be told to be a mean"):
         step(state, batches(1)[0])
+
+
+def by_rank(params):
+    return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
+
+
+def by_name(params):
+    return jax.tree_util.tree_map_with_path(lambda path, _: "b" not in jax.tree_util.keystr(path), params)
+
+
+def affine(params, x, batch):
+    return jnp.tanh((batch["x"] if x is None else x) @ params["w"] + params["b"])
+
+
+def affine_pipeline(*widths):
+    stages = [
+        {"w": np.ones(pair, np.float32), "b": np.zeros(pair[1], np.float32)} for pair in itertools.pairwise(widths)
+    ]
+    return jc.Pipeline([affine] * len(stages), lambda x, batch: (jnp.mean(x**2), {}), stages), stages
+
+
+@pytest.mark.parametrize(
+    ("widths", "link", "is_refused"),
+    [
+        ((6, 4, 3), optax.add_decayed_weights(0.1, mask=by_rank), True),  # slots of unlike stages are vectors
+        ((4, 4, 4), optax.add_decayed_weights(0.1, mask=by_rank), False),
+        ((4, 4, 4), optax.add_decayed_weights(0.1, mask=by_name), True),  # slots have no names
+        ((6, 4, 3), optax.contrib.muon(-1.0), True),
+        ((6, 4, 3), optax.add_decayed_weights(0.1), False),
+        ((6, 4, 3), optax.scale_by_adam(), False),
+        ((6, 4, 3), optax.scale_by_trust_ratio(), False),
+    ],
+)
+def test_links_by_name_or_rank(widths, link, is_refused):
+    """One device would decay the matrices alone."""
+    pipeline, stages = affine_pipeline(*widths)
+    step = jc.make_train_step(pipeline, jc.chain(jc.plump_dp(), link, optax.sgd(0.1)), jc.make_mesh(data=1, stage=2))
+    if is_refused:
+        refused(lambda: step.init(stages), "name or rank", "link 1", "of stage 0")
+    else:
+        step.init(stages)
