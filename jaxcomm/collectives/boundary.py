@@ -12,6 +12,7 @@ from jaxcomm.codecs.tiles import GradientLevels, Tiles
 from jaxcomm.codecs.values import ValueCodec
 from jaxcomm.collectives.axis import AxisName, at_positions, zeros_varying_as
 from jaxcomm.kernels import noise
+from jaxcomm.kernels.numerics import once_differentiable
 from jaxcomm.kernels.scopes import DECODE, ENCODE, EXCHANGE
 
 
@@ -90,7 +91,8 @@ def _send_forward(routes, axis_name, values, words, keys):
 
 
 def _send_backward(routes, axis_name, keys, gradients):
-    return send_backward(routes, gradients[0], axis_name, keys), None, None
+    values = once_differentiable(gradients[0], "send", "Send the activations by jax.lax.ppermute")
+    return send_backward(routes, values, axis_name, keys), None, None
 
 
 _send.defvjp(_send_forward, _send_backward)

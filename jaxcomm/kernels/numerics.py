@@ -138,3 +138,25 @@ def divide(x: jax.Array, scale: jax.Array) -> jax.Array:
     """Returns x / scale, float32, correct even for the largest scales; shapes are broadcast."""
     shrink = shrinkage(scale)
     return (x * shrink) / (scale * shrink)
+
+
+def once_differentiable(tree: Any, name: str, remedy: str) -> Any:
+    """Returns what a rule for a gradient reads; it refuses to be differentiated itself.
+
+    A gradient's gradient would go through the rule as through any function: through codecs that round, and collectives
+    that reduce what is replicated.
+    """
+
+    @jax.custom_jvp
+    def same(x: jax.Array) -> jax.Array:
+        return x
+
+    @same.defjvp
+    def refuse(primals: Any, tangents: Any) -> Any:
+        del primals, tangents
+        raise ValueError(
+            f"{name} must be differentiated once; got the gradient of its gradient (a gradient penalty, a "
+            f"meta-gradient, a Hessian). {remedy}."
+        )
+
+    return jax.tree.map(lambda x: same(x) if jnp.issubdtype(jnp.result_type(x), jnp.inexact) else x, tree)

@@ -12,6 +12,7 @@ from jax import lax
 
 from jaxcomm.collectives.axis import OTHER_USES, AxisName, axis_names, axis_size, is_in_scope, to_varying, varies
 from jaxcomm.collectives.messages import all_gather_same, fuse, split_words
+from jaxcomm.kernels.numerics import once_differentiable
 from jaxcomm.layers.late_multiply import check_same
 from jaxcomm.layers.sharded_lookup import from_start, in_table
 from jaxcomm.traffic import Traffic
@@ -20,6 +21,7 @@ _REMEDY = (
     "Give the exchange a where= that leaves the table out (in your own jax.shard_map, take it out of jax.lax.pcast), "
     "or look it up by table[ids]"
 )
+_ONCE = "Look it up by table[ids], and exchange the gradient"
 
 
 def late_lookup(table: jax.Array, ids: jax.Array, *, axis_name: AxisName = "data") -> jax.Array:
@@ -51,7 +53,8 @@ def late_lookup(table: jax.Array, ids: jax.Array, *, axis_name: AxisName = "data
       counts from the end; another is that of the nearest row, and has no gradient.
 
     Raises:
-      ValueError: for a table or ids of another shape or type, and if the table differs between workers.
+      ValueError: for a table or ids of another shape or type, if the table differs between workers, and for the
+        gradient of its gradient.
     """
     if table.ndim != 2 or table.dtype != jnp.float32 or ids.dtype != jnp.int32:
         raise ValueError(
@@ -89,6 +92,7 @@ def _late_forward(
     axis_name: AxisName, table: jax.Array, ids: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     del axis_name
+    table = once_differentiable(table, "late_lookup", _ONCE)
     return table[ids], (table, ids)
 
 
@@ -96,6 +100,7 @@ def _late_backward(
     axis_name: AxisName, saved: tuple[jax.Array, jax.Array], errors: jax.Array
 ) -> tuple[jax.Array, None]:
     table, ids = saved
+    errors = once_differentiable(errors, "late_lookup", _ONCE)
     ids = from_start(ids, len(table))
     ids = jnp.where(in_table(ids, len(table)), ids, len(table))
     touched, slot = jnp.unique(ids, return_inverse=True, size=ids.size, fill_value=table.shape[0])  # (n,), empty last

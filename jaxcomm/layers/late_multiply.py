@@ -23,9 +23,11 @@ from jaxcomm.collectives.axis import (
     varies,
 )
 from jaxcomm.collectives.messages import all_gather_same
+from jaxcomm.kernels.numerics import once_differentiable
 from jaxcomm.traffic import Traffic
 
 MODES = ("auto", "late", "reduce")
+_ONCE = "Pass mode='reduce', and exchange the gradient"
 _REMEDY = (
     "Give the exchange where=plan.exchanges, of a plan that has this layer (in your own jax.shard_map, take the "
     "parameter out of jax.lax.pcast), or pass mode='reduce' to the layer"
@@ -74,7 +76,8 @@ def late_multiply(
       summed in float32.
 
     Raises:
-      ValueError: for shapes that do not fit, an unknown mode, and if the kernel differs between workers with "late".
+      ValueError: for shapes that do not fit, and an unknown mode; with "late", if the kernel differs between workers,
+        and for the gradient of its gradient.
 
     References:
       Yang et al., "Practical Lessons of Distributed Deep Learning", 2017, section 2.1.
@@ -155,6 +158,7 @@ def _late_forward(
     axis_name: AxisName, rows: jax.Array, kernel: jax.Array, bias: jax.Array | None
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array | None]]:
     del axis_name
+    rows, kernel, bias = once_differentiable((rows, kernel, bias), "late_multiply", _ONCE)
     return _product(rows, kernel, bias), (rows, kernel, bias)
 
 
@@ -162,6 +166,7 @@ def _late_backward(
     axis_name: AxisName, saved: tuple[jax.Array, jax.Array, jax.Array | None], errors: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     rows, kernel, bias = saved
+    errors = once_differentiable(errors, "late_multiply", _ONCE)
     row_gradients = errors @ kernel.astype(errors.dtype).T  # (R, N)
     workers = axis_size(axis_name)
     X, E = gather_rows(rows, axis_name), gather_rows(errors, axis_name)  # (K R, N), (K R, M)

@@ -12,7 +12,7 @@ from jaxcomm.checks import check_range
 from jaxcomm.codecs.quantize import Nearest, encode
 from jaxcomm.collectives.axis import AxisName, axis_size, to_varying
 from jaxcomm.collectives.messages import all_gather_same, all_to_all
-from jaxcomm.kernels.numerics import is_accumulable
+from jaxcomm.kernels.numerics import is_accumulable, once_differentiable
 from jaxcomm.kernels.scopes import DECODE, ENCODE
 from jaxcomm.types import PyTree
 
@@ -101,6 +101,7 @@ def _gather_forward(settings, shards, copies, residual):
 def _gather_backward(settings, residual, gradients):
     axis_name, width = settings
     workers, codec = axis_size(axis_name), _codec(width)
+    gradients = once_differentiable(gradients, "quantized_gather", "Gather the weights by jax.lax.all_gather")
     gradient, old = _rows(gradients[0], workers), _rows(residual, workers)  # (K, m)
     x, m = gradient + old, gradient.shape[1]
     ok = is_accumulable(x.reshape(-1), gradient.reshape(-1))

@@ -10,6 +10,7 @@ import jaxcomm as jc
 from jaxcomm.accounting.hlo import read_program
 from jaxcomm.layers import late_lookup, late_lookup_traffic
 from tests.jaxcomm.train_steps import init_state
+from tests.refusals import refused
 
 R, D, K, N, RATE = 11, 3, 4, 6, 0.5  # rows, columns, workers, ids of a worker, learning rate
 BUT_TABLE = {"where": "scale"}
@@ -137,3 +138,13 @@ def test_lookup_and_exchange_disagree(place):
 def test_another_table(table, ids):
     with pytest.raises(ValueError, match=r"A table must be \(R, D\) of float32, and ids of int32; got"):
         late_lookup(jnp.asarray(table), jnp.zeros(2, ids))
+
+
+def test_a_gradient_of_a_gradient_is_refused():
+    def loss(params, batch):
+        inner = jax.grad(lambda table: loss_with(late_lookup)(params | {"table": table}, batch))
+        return loss_with(late_lookup)(params | {"table": params["table"] - 0.1 * inner(params["table"])}, batch)
+
+    step = jc.simulate(loss, jc.chain(jc.plump_dp(where="scale"), optax.sgd(0.1)), K)
+    state = step.init(parameters())
+    refused(lambda: step(state, make_batch()), "differentiated once", "late_lookup", "table[ids]")

@@ -14,6 +14,7 @@ import jaxcomm as jc
 from jaxcomm.accounting.hlo import read_program
 from tests.jaxcomm.train_steps import init_state
 from tests.marks import slow_except
+from tests.refusals import refused
 
 ROWS, N, M, OUT = 8, 60, 40, 3
 BAD_STEP = 4
@@ -319,3 +320,49 @@ def test_other_modes_and_types():
         jc.late_multiply(jnp.zeros((2, 3)), jnp.zeros((3, 4)), mode="early")
     with pytest.raises(ValueError, match=r"x must be of float32, bfloat16 or float16; got int32. Cast it"):
         jc.late_multiply(jnp.zeros((2, 3), jnp.int32), jnp.zeros((3, 4)))
+
+
+def penalty(multiply):
+    """WGAN-GP: the gradient's norm for each row is a part of the loss."""
+
+    def loss(params, x):
+        def critic(x):
+            return (
+                jnp.tanh(multiply(x, params["hidden"]["kernel"]) + params["hidden"]["bias"]) @ params["last"]["kernel"]
+            )
+
+        return jnp.mean((jnp.linalg.norm(jax.grad(lambda x: critic(x).sum())(x), axis=1) - 1) ** 2)
+
+    return loss
+
+
+def inner_step(multiply):
+    """MAML: the loss after a step of the layer itself."""
+
+    def loss(params, x):
+        def inner(kernel):
+            return jnp.mean((jnp.tanh(multiply(x, kernel)) @ params["last"]["kernel"] - x[:, :OUT]) ** 2)
+
+        kernel = params["hidden"]["kernel"]
+        return inner(kernel - 0.1 * jax.grad(inner)(kernel))
+
+    return loss
+
+
+@pytest.mark.parametrize("loss_of", [penalty, inner_step])
+def test_a_gradient_of_a_gradient_is_refused(loss_of):
+    loss = loss_of(functools.partial(jc.late_multiply, mode="late"))
+    tx = jc.chain(jc.plump_dp(where="last|scale|bias"), optax.sgd(0.1))
+    step = jc.make_train_step(loss, tx, jc.make_mesh(data=2))
+    state = step.init(parameters())
+    refused(lambda: step(state, next(batches(1))), "differentiated once", "late_multiply", "mode='reduce'")
+
+
+def test_a_gradient_penalty_of_a_plain_product():
+    batch, tx = next(batches(1)), jc.chain(jc.plump_dp(), optax.sgd(0.1))
+    loss = penalty(functools.partial(jc.late_multiply, mode="reduce"))
+    step = jc.make_train_step(loss, tx, jc.make_mesh(data=2))
+    state, _ = step(step.init(parameters()), batch)
+    gradients = jax.grad(penalty(jnp.matmul))(parameters(), batch)
+    expected = jax.tree.map(lambda p, g: p - 0.1 * g, parameters(), gradients)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), state.params, expected)
