@@ -266,7 +266,10 @@ def advise(experiment: Experiment, processes: Processes) -> int:
     from train.advice import advise_experiment
     from train.tables import check_file
 
-    check_file("--json", experiment.json)
+    for option, path in (("--json", experiment.json), ("--plan", experiment.plan)):
+        check_file(option, path)
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
     advice, plan = advise_experiment(experiment)
     if processes.index == 0:
         print(advice)

@@ -63,17 +63,17 @@ def advise_experiment(experiment: Experiment) -> tuple[Advice, Plan | None]:
     mesh = jc.make_mesh(data=experiment.workers)
     by_rows = NamedSharding(mesh, P("data"))
     rows = {name: jax.make_array_from_callback(x.shape, by_rows, x.__getitem__) for name, x in batch.items()}
-    exchange = make_exchange(experiment.method, momentum=experiment.momentum)
+    own = {f"--method {run_name(experiment.method)}": make_exchange(experiment.method, momentum=experiment.momentum)}
     advice = advise(
         loss_fn,
         model.params,
         rows,
         mesh,
         optimizer=make_optimizer(experiment),
-        methods=candidates() | {f"--method {run_name(experiment.method)}": exchange},
+        methods=candidates() | own,
         dense_layers=layer_rows(experiment, info),
     )
     if experiment.plan is None:
         return advice, None
     gradient = None if experiment.error_budget is None else jax.grad(loss_fn)(model.params, batch)
-    return advice, make_plan(advice, model.params, error_budget=experiment.error_budget, gradient=gradient)
+    return advice, make_plan(advice, model.params, methods=own, error_budget=experiment.error_budget, gradient=gradient)

@@ -20,12 +20,15 @@ def run_name(
 ) -> str:
     """Returns the name of a run's folder and curve.
 
-    It has the method, the period of model averaging, how dense layers and tables are trained if not like the rest, and
-    the boundary. So a pipeline with a boundary has another folder than its baseline, which sends whole activations.
+    It has the method, the options of a dense one (its type, its period), how dense layers and tables are trained if not
+    like the rest, and the boundary. So a pipeline with a boundary has another folder than its baseline, which sends
+    whole activations.
     """
     name = method.name
-    if isinstance(method, PlumpDp) and method.p > 1:
-        name += f"-p{method.p}"
+    if isinstance(method, PlumpDp):  # the baseline is one as well
+        for field in dataclasses.fields(method):
+            if (value := getattr(method, field.name)) != field.default:
+                name += f"-{value}" if isinstance(value, str) else f"-{field.name}{'' if value is True else value}"
     name += "".join(f"-{way}" for way in (dense_layers, embeddings) if way != "exchange")
     if boundary is None or boundary == BoundaryFields():
         return name

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import statistics
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -77,13 +78,18 @@ def write_records(path: Path | None, records: Sequence[Mapping[str, Any]]) -> No
 
 
 def check_file(option: str, path: Path | None) -> None:
-    """Refuses a folder as an output file, before the work is done.
+    """Refuses an output file that cannot be written, before the work is done.
 
     Raises:
-      ValueError: if the path is a folder.
+      ValueError: if the path is a folder, or in a place that is none, or may not be written.
     """
-    if path is not None and path.is_dir():
+    if path is None:
+        return
+    if path.is_dir():
         raise ValueError(f"{option} must be a file; got the folder {path}. Name a file in it.")
+    there = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+    if (there != path.absolute() and not there.is_dir()) or not os.access(there, os.W_OK):
+        raise ValueError(f"{option} must be a file that can be written; got {path}. Name one in a folder of yours.")
 
 
 @contextmanager

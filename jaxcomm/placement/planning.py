@@ -14,7 +14,7 @@ import numpy as np
 import optax
 
 from jaxcomm import methods
-from jaxcomm.accounting.report import wire_report
+from jaxcomm.accounting.report import trained_shapes, wire_report
 from jaxcomm.exchange import Exchange, leaf_name
 from jaxcomm.placement.plan import Plan
 from jaxcomm.placement.problem import Block, Device, Option, Problem, Tensor
@@ -104,6 +104,7 @@ def make_plan(
         nothing fits, and a method that a file cannot hold.
     """
     shapes = {leaf_name(path): jnp.shape(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    _check_advice(advice, methods, sum(leaf.size for leaf in jax.tree.leaves(trained_shapes(params))))
     blocks = [_whole_model(advice, params, tuple(shapes))] if blocks is None else blocks
     _check_blocks(blocks, shapes)
     usable = _gradient_exchanges(advice, candidates() | dict(methods or {}), params)
@@ -146,6 +147,22 @@ def make_plan(
         exchange_seconds=assignment.parts.exchange,
         optimal=assignment.optimal,
     )
+
+
+def _check_advice(advice: Advice, methods: Mapping[str, Any] | None, parameters: int) -> None:
+    """Refuses an advice of another model, or of methods of its own that are not given here."""
+    if parameters != advice.parameters:
+        raise ValueError(
+            f"The advice must be that of params; got one for {advice.parameters:,} parameters, and params with "
+            f"{parameters:,}. Ask for advice on these."
+        )
+    known = {*candidates(), *WAYS}
+    others = [row.method for row in advice.predictions if row.every == 1 and row.method not in known]
+    if methods is None and others:
+        raise ValueError(
+            f"methods must have those that the advice was asked for; got none, and advice on {', '.join(others)}. Pass "
+            "the same methods, or methods={} to plan without them."
+        )
 
 
 def _whole_model(advice: Advice, params: Params, leaves: tuple[str, ...]) -> ModelBlock:

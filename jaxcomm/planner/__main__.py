@@ -42,14 +42,16 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", type=Path, help="file for everything")
     args = parser.parse_args(argv)
     try:
+        if args.json is not None and (args.json.is_dir() or not args.json.absolute().parent.is_dir()):
+            raise ValueError(f"--json must be a file in a folder that is there; got {args.json}. Make the folder.")
         advice = _advise(args)
-        if args.json is not None:
-            args.json.write_text(advice.json() + "\n")
+        if jax.process_index() == 0:
+            print(advice)
+            if args.json is not None:
+                args.json.write_text(advice.json() + "\n")
     except (ValueError, OSError) as error:
         print(f"jaxcomm.planner: {error}", file=sys.stderr)
         return 2
-    if jax.process_index() == 0:
-        print(advice)
     return KEEP_DENSE if advice.keeps_dense else 0
 
 

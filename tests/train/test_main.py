@@ -256,6 +256,7 @@ def test_folders_and_resume(tmp_path, capsys):
         (["--dataset", "letters"], ["letters", "digits"]),
         (["--dataset", "mnist", "--data-dir", "/nowhere"], ["/nowhere"]),
         (["--json", "."], ["--json must be a file; got the folder .", "Name a file in it"]),
+        (["--json", "/dev/null/x.json"], ["--json must be a file that can be written", "got /dev/null/x.json"]),
         (["--out", "/dev/null"], ["--out must be a folder in which", "got '/dev/null'"]),
         (["--resume"], ["--resume must go on with a run that has begun", "Leave --resume out"]),
         (["--momentum", "1.0", "method:dgc"], ["momentum", "below 1", "got 1.0"]),

@@ -77,9 +77,13 @@ def test_names_of_factories(method):
 
 
 def test_names():
-    assert [run_name(method) for method in (PlumpDp(), PlumpDp(p=4), SlimDp(p=4))] == [
+    checked = PlumpDp(value_dtype="bfloat16", checksum=True)
+    methods = (PlumpDp(), PlumpDp(p=4), PlumpDp(value_dtype="bfloat16"), checked, SlimDp(p=4))
+    assert [run_name(method) for method in methods] == [
         "plump_dp",
         "plump_dp-p4",
+        "plump_dp-bfloat16",
+        "plump_dp-checksum-bfloat16",
         "slim_dp",
     ]
 

@@ -380,3 +380,15 @@ def test_blocks():
     for blocks in (BLOCKS[:1], [*BLOCKS, BLOCKS[0]], [ModelBlock("other", ("nowhere",), 0.1), *BLOCKS]):
         with pytest.raises(ValueError, match="Blocks must have every parameter once; got"):
             plan(1e8, blocks=blocks)
+
+
+def test_methods_of_the_advice():
+    """Those that it was asked for are not left out in silence, and it is of the same model."""
+    facts = advice(1e6)
+    refused(lambda: make_plan(facts, PARAMS), "methods must", "topk", "powersgd", "methods={}")
+    assert set(make_plan(facts, PARAMS, methods={}).exchanges) <= set(jc.planner.candidates())
+    assert "topk" in make_plan(facts, PARAMS, methods=METHODS).exchanges
+    refused(lambda: make_plan(facts, {"fc": PARAMS["fc"]}, methods={}), "that of params", "120,400", "124,410")
+    frozen = PARAMS | {"steps": jnp.zeros(3, jnp.int32)}
+    asked = estimate(frozen, K, 1e6, latency=1e-4, compute=0.1)
+    refused(lambda: make_plan(asked, {"fc": PARAMS["fc"]}), "that of params")
