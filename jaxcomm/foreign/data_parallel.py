@@ -387,7 +387,10 @@ class DataParallel:
             varying = varying_outputs(traced.jaxpr, inputs, frozenset(axes))
         hows = self._hows(about, out.arrays, varying, scalars, counts)
         pairs = zip(about, hows, strict=True)  # a metric of NNX has sums and counts, whose quotient is the mean
-        scaling.check([leaf.name * (how == "mean" and ":MetricState" not in leaf.name) for leaf, how in pairs])
+        scaling.check(
+            [leaf.name * (how == "mean" and ":MetricState" not in leaf.name) for leaf, how in pairs],
+            [leaf.name * any(map(self._is_rows, (leaf.name, leaf.origin or ""))) for leaf in about],
+        )
         out_specs = [leaf.spec for leaf in about]
 
         def whole_step(own_state: list[Any], own_batch: list[Any]) -> list[Any]:
@@ -458,6 +461,12 @@ class DataParallel:
                     f"mean= must name means over rows; got {leaf.name!r}, squares of distances from a worker's own "
                     "mean. Give the metric the values of all workers: "
                     f"metric.update(values=jax.lax.all_gather(values, {self._axes[0]!r}, tiled=True))."
+                )
+            if is_count and leaf.said == "mean" and leaf.spec == P() and ":MetricState" not in leaf.name:
+                raise ValueError(
+                    f"mean= must name means over rows; got {leaf.name!r}, in which a worker counts its own rows. "
+                    f"Narrow it, and pass sum={pattern_of(leaf)!r}; or count those of all: len(x) * "
+                    f"jax.lax.axis_size({self._axes[0]!r})."
                 )
             takes = {"mean": is_float, "sum": not is_bool, "max": True, "": False}[reduction]
             hows.append(reduction if differs else "")

@@ -77,6 +77,11 @@ class Scaling(NamedTuple):
         return self.is_own and not self.is_shared and is_neither and not self.is_quotient
 
     @property
+    def is_share(self) -> bool:
+        """Whether a number of one row has a part that shrinks as rows become more, as the gradient of a mean does."""
+        return self.is_own and not self.is_shared and (self.is_mixed or -math.inf < self.power < 0)
+
+    @property
     def is_quotient(self) -> bool:
         """Whether it is of one size for any number of rows, and was divided by a number of a worker's own."""
         return self.power == 0 and (self.is_weighted or self.is_ratio)
@@ -258,11 +263,12 @@ class StepScaling(NamedTuple):
             return cls([], [], workers) if has_one else cls(numbers, [_NEITHER], workers)
         return cls(numbers, walk.gradients, workers)
 
-    def check(self, averaged: Sequence[str]) -> None:
+    def check(self, averaged: Sequence[str], of_rows: Sequence[str] = ()) -> None:
         """Refuses gradients, and outputs that are averaged, that are sums over a worker's rows; warns of quotients.
 
         Args:
           averaged: for every output its path, if it is averaged over the workers; else "".
+          of_rows: the same, if each row has its own.
 
         Raises:
           ValueError: naming the outputs.
@@ -282,6 +288,7 @@ class StepScaling(NamedTuple):
                     f"{name!r}. Pass {how}={pattern!r}{NOTES[how]}; for the mean of the workers' numbers take "
                     "jax.lax.pmean(x, axis) in the step."
                 )
+        warn_of_shares([name for name, number in zip(of_rows, self.outputs, strict=False) if name and number.is_share])
         # In the backward pass of a normalisation by own statistics there are such ratios as well.
         pairs = [("gradients", number._replace(is_ratio=False)) for number in self.gradients] + pairs
         warn_of_weights([name for name, number in pairs if number.is_quotient])
@@ -298,6 +305,16 @@ def warn_of_unknown(names: Sequence[str]) -> None:
         "mean over workers and micro-batches is the number of one device only if it is a mean over rows. If it is, "
         "ignore this warning. Where time comes first, pass batch_axis=1; otherwise take it of all rows: "
         "jax.lax.all_gather(x, axis, tiled=True).",
+    )
+
+
+def warn_of_shares(names: Sequence[str]) -> None:
+    """Warns that some numbers of rows, if any, are K times those of one device."""
+    _warn(
+        names,
+        "divided by the number of a worker's own rows, as the gradient of a mean over them for what each row has of "
+        "its own (a code, an input). It is as many times that of one device as there are workers. Divide it by "
+        "jax.lax.axis_size(axis).",
     )
 
 

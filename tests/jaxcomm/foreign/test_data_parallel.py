@@ -754,11 +754,55 @@ def test_sums_and_maxima(case):
     assert jax.tree.map(jnp.result_type, outputs(state)) == jax.tree.map(jnp.result_type, expected(state))
 
 
+def running(state, batch, axis=None):
+    """A mean over all rows so far, and their number."""
+    rows = len(batch["x"]) * (1 if axis is None else jax.lax.axis_size(axis))
+    seen = state["seen"] + rows
+    return {"seen": seen, "mean": state["mean"] + (batch["x"].mean(0) - state["mean"]) * rows / seen}, {}
+
+
+@pytest.mark.parametrize("is_divided", [False, True])
+def test_a_gradient_for_what_rows_have_of_their_own(is_divided):
+    """Of a mean over a worker's rows it is K times that of a mean over all."""
+    tx = chain(DENSE)
+    params, opt_state = plain(tx)[1]
+
+    def step(params, opt_state, batch, codes, axis=None):
+        def loss(params, codes):
+            return cross_entropy((batch["x"] + codes) @ params["w"] + params["b"], batch["y"])
+
+        gradients, own = jax.grad(loss, (0, 1))(params, codes)
+        if axis is None:
+            return params, opt_state, codes - 0.5 * own
+        updates, opt_state = tx.update(gradients, opt_state, params)
+        own = own / jax.lax.axis_size(axis) if is_divided else own
+        return optax.apply_updates(params, updates), opt_state, codes - 0.5 * own
+
+    (batch,) = batches(1)
+    codes = np.zeros(batch["x"].shape, np.float32)
+    parallel = jc.data_parallel(functools.partial(step, axis="data"), mesh(), batch=2, rows="codes|^2$")
+    if not is_divided:
+        with pytest.warns(UserWarning, match="2: divided by the number of a worker's own rows"):
+            parallel(params, opt_state, batch, codes)
+        return
+    np.testing.assert_allclose(
+        parallel(params, opt_state, batch, codes)[2], step(params, opt_state, batch, codes)[2], rtol=1e-5, atol=1e-7
+    )
+
+
 def test_bad_sums():
     with pytest.raises(ValueError, match=r"sum= must name sums over rows; got '2'.*jax\.lax\.psum"):
         tailed(lambda s, b: (jnp.sqrt(s + b["x"].sum(0) ** 2), {}), sum="state")[0](jnp.ones(FEATURES))
     with pytest.raises(ValueError, match=r"got mean and sum for '2', which continues 'state'.*Narrow the patterns"):
         tailed(lambda s, b: (s + b["x"].sum(0), {}), sum="state", mean="^2$")[0](jnp.ones(FEATURES))
+    seen = {"seen": jnp.ones(()), "mean": jnp.zeros(FEATURES)}
+    step, expected = tailed(running, mean="state")
+    with pytest.raises(
+        ValueError, match=r"mean= must name means over rows; got '2/seen'.* pass sum='.*seen'.*axis_size"
+    ):
+        step(seen)
+    step, _ = tailed(functools.partial(running, axis="data"), mean="state")
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), step(seen)[0], expected(seen)[0])
     counts = tailed(counted, mean="state|last|total")[0]
     with pytest.raises(
         ValueError, match=r"'2' int32\[5\] \(state\), '3/total' int32\[\], c.*Pass sum='state\|total' for s"
