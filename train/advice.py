@@ -1,9 +1,11 @@
 """Which method would be fastest on these machines: `python -m train NAME --advise`."""
 
+import dataclasses
 from typing import Any
 
 import jax
 import numpy as np
+import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -76,4 +78,14 @@ def advise_experiment(experiment: Experiment) -> tuple[Advice, Plan | None]:
     if experiment.plan is None:
         return advice, None
     gradient = None if experiment.error_budget is None else jax.grad(loss_fn)(model.params, batch)
-    return advice, make_plan(advice, model.params, methods=own, error_budget=experiment.error_budget, gradient=gradient)
+    methods = {name: _plain(method) for name, method in own.items()}
+    return advice, make_plan(
+        advice, model.params, methods=methods, error_budget=experiment.error_budget, gradient=gradient
+    )
+
+
+def _plain(exchange: Any) -> optax.GradientTransformation:
+    """Returns the exchange as jaxcomm makes it, which a plan's file can hold, in place of the trainer's subclass."""
+    base: Any = next(kind for kind in type(exchange.method).__mro__ if kind.__module__.startswith("jaxcomm."))
+    values = {field.name: getattr(exchange.method, field.name) for field in dataclasses.fields(base)}
+    return base(**values).transform()

@@ -87,7 +87,7 @@ def test_the_boundaries_of_the_pipelines():
 
 
 def muon_of_the_ladder(row: dict[str, Any]) -> bool:
-    return row["of"] == "run" and (row["method"], row["rate"]) == ("muon", 0.016)
+    return row["of"] == "run" and (row["width"], row["method"], row["rate"]) == (48, "muon", 0.016)
 
 
 def test_the_index_says_what_a_learned_boundary_costs():
