@@ -325,22 +325,23 @@ def check_slots(tx: optax.GradientTransformation, slots: PyTree, stages: Sequenc
     Raises:
       ValueError: for a link that goes by a tensor's name or rank.
     """
+    places = [
+        {jax.tree_util.keystr(path): at for (path, _), at in zip(leaves, jax.tree.leaves(paths), strict=True)}
+        for leaves, paths in ((jax.tree_util.tree_leaves_with_path(tensors), paths) for tensors, paths in stages)
+    ]
     for number, link in enumerate(getattr(tx, "links", ())):
-        on_slots = None if isinstance(link, ExchangeTransformation) else try_link(link, slots, len(slots))
-        for stage, (tensors, paths) in enumerate(stages):
-            leaves = jax.tree_util.tree_leaves_with_path(tensors)
-            own = on_slots and try_link(link, tensors, len(leaves))
-            pairs = [
-                (jax.tree_util.keystr(path), at) for (path, _), at in zip(leaves, jax.tree.leaves(paths), strict=True)
-            ]
-            for effect in Effects._fields if on_slots and own else ():
-                of_own, of_slots = getattr(own, effect), getattr(on_slots, effect)
-                if others := [name for name, at in pairs if (name in of_own) != (at in of_slots)]:
+        if isinstance(link, ExchangeTransformation) or (on_slots := try_link(link, slots, len(slots))) is None:
+            continue
+        for stage, ((tensors, _), slot_of) in enumerate(zip(stages, places, strict=True)):
+            if (on_tensors := try_link(link, tensors, len(slot_of))) is None:
+                continue
+            for of_tensors, of_slots in zip(on_tensors, on_slots, strict=True):
+                if differing := [name for name, at in slot_of.items() if (name in of_tensors) != (at in of_slots)]:
                     raise ValueError(
                         "A link of a pipeline's chain must not go by a tensor's name or rank, since stages are stacked "
                         f"without names, and as vectors where their shapes differ; got link {number} of the chain, "
-                        f"which would treat {others[0]!r} of stage {stage} in another way. Leave its mask out, or an "
-                        "optimizer of matrices; stages of equal shapes keep their ranks."
+                        f"which would treat {differing[0]!r} of stage {stage} in another way. Leave its mask out, or "
+                        "an optimizer of matrices; stages of equal shapes keep their ranks."
                     )
 
 

@@ -65,20 +65,20 @@ def advise_experiment(experiment: Experiment) -> tuple[Advice, Plan | None]:
     mesh = jc.make_mesh(data=experiment.workers)
     by_rows = NamedSharding(mesh, P("data"))
     rows = {name: jax.make_array_from_callback(x.shape, by_rows, x.__getitem__) for name, x in batch.items()}
-    own = {f"--method {run_name(experiment.method)}": make_exchange(experiment.method, momentum=experiment.momentum)}
+    named = {f"--method {run_name(experiment.method)}": make_exchange(experiment.method, momentum=experiment.momentum)}
     advice = advise(
         loss_fn,
         model.params,
         rows,
         mesh,
         optimizer=make_optimizer(experiment),
-        methods=candidates() | own,
+        methods=candidates() | named,
         dense_layers=layer_rows(experiment, info),
     )
     if experiment.plan is None:
         return advice, None
     gradient = None if experiment.error_budget is None else jax.grad(loss_fn)(model.params, batch)
-    methods = {name: _plain(method) for name, method in own.items()}
+    methods = {name: _plain(method) for name, method in named.items()}
     return advice, make_plan(
         advice, model.params, methods=methods, error_budget=experiment.error_budget, gradient=gradient
     )

@@ -157,11 +157,11 @@ def _check_advice(advice: Advice, methods: Mapping[str, Any] | None, parameters:
             f"{parameters:,}. Ask for advice on these."
         )
     known = {*candidates(), *WAYS}
-    others = [row.method for row in advice.predictions if row.every == 1 and row.method not in known]
-    if methods is None and others:
+    unknown = [row.method for row in advice.predictions if row.every == 1 and row.method not in known]
+    if methods is None and unknown:
         raise ValueError(
-            f"methods must have those that the advice was asked for; got none, and advice on {', '.join(others)}. Pass "
-            "the same methods, or methods={} to plan without them."
+            f"methods must have those that the advice was asked for; got none, and advice on {', '.join(unknown)}. "
+            "Pass the same methods, or methods={} to plan without them."
         )
 
 

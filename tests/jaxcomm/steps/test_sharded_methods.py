@@ -59,7 +59,7 @@ def test_without_slices():
 
 @pytest.mark.parametrize("where", ["bottom|up/bias", "kernel"], ids=str)
 def test_where_of_all_or_none_of_a_group(where):
-    """Of the parameters that are sharded alike `where` may choose all, or none, as long as it does not of all."""
+    """Of the parameters with one spec `where` may choose all, or none, as long as it does not of all."""
 
     def tx(others):
         exchange = jc.topk(0.5, value_dtype="float32", where=where, others=others)
