@@ -114,6 +114,7 @@ class Config:
     experiment: str = "gpt_linux"  # The text: gpt_linux, which you prepare, or gpt_stdlib.
     widths: str = "48,64,80,96"  # Features of a token, of every rung, separated by commas.
     layers: int = 4  # Layers of every model.
+    alibi: bool = True  # Attention falls with the distance, in two heads; if not, places are sines that are added.
     bytes_per_parameter: float = 20  # Bytes to train on for each parameter outside of tables and logits.
     rates: str = "0.001,0.002,0.004,0.008,0.016,0.032,0.064"
     """Peaks of the learning rate at 48 features that may be tried, separated by commas, the first one in the middle: it
@@ -208,7 +209,7 @@ def settings(config: Config) -> Record:
             f"A run must read no row twice; got {last.steps * config.batch:,} rows for {last.size:,} parameters, of "
             f"{info.num_train:,}. Lower --bytes-per-parameter, or leave out the width {last.width}."
         )
-    names = ("layers", "bytes_per_parameter", "warm_up", "batch", "workers", "evaluations")
+    names = ("layers", "alibi", "bytes_per_parameter", "warm_up", "batch", "workers", "evaluations")
     rows = open_split(dataset, "train", config.data_dir).identity
     about = {"dataset": dataset, **rows, "length": info.length} | {name: getattr(config, name) for name in names}
     return about if config.compare == "methods" else about | {"workers": 1, "stages": STAGES}
@@ -311,6 +312,7 @@ class Ladder:
             steps=rung.steps,
             warm_up=round(self.config.warm_up * rung.steps),
             start=round(entry.start * rung.steps),
+            alibi=self.about["alibi"],
             **cut,
         )
 

@@ -56,19 +56,26 @@ class Attention(nnx.Module):
         """Returns keys and values (B, S, heads, width / heads) of a memory (B, S, width)."""
         return self._heads(self.key(memory)), self._heads(self.value(memory))
 
-    def __call__(self, x: jax.Array, keys_values: tuple[jax.Array, jax.Array], mask: jax.Array) -> jax.Array:
+    def __call__(
+        self,
+        x: jax.Array,
+        keys_values: tuple[jax.Array, jax.Array],
+        mask: jax.Array,
+        bias: jax.typing.ArrayLike | None = None,
+    ) -> jax.Array:
         """Attends from x to a memory.
 
         Args:
           x: the positions that attend, (B, T, width).
           keys_values: keys and values of a memory of S positions.
           mask: True where x may attend, broadcast to (B, heads, T, S).
+          bias: added to the products of queries and keys, of the same shape.
 
         Returns:
           (B, T, width).
         """
         keys, values = keys_values
-        y = jax.nn.dot_product_attention(self._heads(self.query(x)), keys, values, mask=mask)
+        y = jax.nn.dot_product_attention(self._heads(self.query(x)), keys, values, bias, mask)
         return self.out(y.reshape(x.shape))
 
     def _heads(self, x: jax.Array) -> jax.Array:
@@ -84,6 +91,16 @@ def linear(
 ) -> nnx.Linear:
     """Makes a dense layer, with Xavier's initial values if none are given."""
     return nnx.Linear(inputs, outputs, kernel_init=kernel_init, dtype=dtype, rngs=rngs)
+
+
+def distance_bias(length: int, heads: int) -> np.ndarray:
+    """Returns the linear biases of attention by distance (ALiBi), (heads, length, length) float32.
+
+    Source: Press et al., "Train Short, Test Long", ICLR 2022, whose slopes are 2^(-8 i / heads), i = 1, 2, ... Here they
+    fall from 1 to 2^-8: with two heads the paper's begin at 2^-4, at which a head averages over some 20 places at first.
+    """
+    distance = np.arange(length)[:, None] - np.arange(length)
+    return (-np.geomspace(1, 2**-8, heads)[:, None, None] * distance).astype(np.float32)
 
 
 def positions(length: int, width: int) -> np.ndarray:

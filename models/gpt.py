@@ -6,7 +6,7 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from models.attention import Attention, linear
+from models.attention import Attention, distance_bias, linear
 from models.blocks import Batch, Model, take_rows
 
 _small = nnx.initializers.normal(0.02)
@@ -34,6 +34,7 @@ class Gpt(Model):
         layers: int = 8,
         width: int = 256,
         heads: int = 4,
+        alibi: bool = False,
         dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
@@ -45,25 +46,27 @@ class Gpt(Model):
           layers: number of layers.
           width: features of a token, a multiple of `heads`; four times as many inside the feed-forward parts.
           heads: number of heads of every attention.
+          alibi: whether attention falls with the distance (`models.attention.distance_bias`), instead of embeddings of
+            places; a text may then be longer than `places`.
           dtype: the type to compute in; the parameters and the logits are float32.
           rngs: the source of the initial parameters.
         """
         options = {"dtype": dtype, "rngs": rngs}
         self.blocks = nnx.List(
             [
-                Embedding(tokens, places, width, **options),
-                *(Layer(width, heads, layers, **options) for _ in range(layers)),
+                Embedding(tokens, None if alibi else places, width, **options),
+                *(Layer(width, heads, layers, alibi, **options) for _ in range(layers)),
                 Logits(tokens, width, **options),
             ]
         )
 
 
 class Embedding(nnx.Module):
-    """The embeddings of tokens and of their places."""
+    """The embeddings of tokens and, if there is a number of places, of these."""
 
-    def __init__(self, tokens: int, places: int, width: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(self, tokens: int, places: int | None, width: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.table = nnx.Param(_small(rngs.params(), (tokens, width)))
-        self.places = nnx.Param(_small(rngs.params(), (places, width)))
+        self.places = None if places is None else nnx.Param(_small(rngs.params(), (places, width)))
         self.dtype = dtype
 
     def __call__(self, x: None, batch: Batch) -> jax.Array:
@@ -73,20 +76,24 @@ class Embedding(nnx.Module):
           ValueError: for more tokens than places.
         """
         text = batch["text"][:, :-1].astype(jnp.int32)
+        x = take_rows(self.table[...], text)
+        if self.places is None:
+            return x.astype(self.dtype)
         if text.shape[1] > self.places.shape[0]:
             raise ValueError(
                 f"A text must have a place for every token but the last; got {text.shape[1]} of them for "
                 f"{self.places.shape[0]} places. Make the model with more, or cut the text."
             )
-        return (take_rows(self.table[...], text) + self.places[: text.shape[1]]).astype(self.dtype)
+        return (x + self.places[: text.shape[1]]).astype(self.dtype)
 
 
 class Layer(nnx.Module):
     """Attention and a feed-forward part."""
 
-    def __init__(self, width: int, heads: int, layers: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(self, width: int, heads: int, layers: int, alibi: bool, *, dtype: DTypeLike, rngs: nnx.Rngs):
         # The residual sum has 2 * layers terms, so they start smaller the more there are.
         term = nnx.initializers.normal(0.02 / np.sqrt(2 * layers))
+        self.alibi = alibi
         self.attention = Attention(width, heads, dtype=dtype, rngs=rngs, kernel_init=_small, out_init=term)
         self.norms = nnx.List(nnx.LayerNorm(width, dtype=dtype, rngs=rngs) for _ in range(2))
         self.expand = linear(width, 4 * width, dtype, rngs, _small)
@@ -94,9 +101,11 @@ class Layer(nnx.Module):
 
     def __call__(self, x: jax.Array, batch: Batch) -> jax.Array:
         """Returns (B, places, width)."""
-        before = jnp.tril(jnp.ones((x.shape[1], x.shape[1]), bool))
+        length = x.shape[1]
+        before = jnp.tril(jnp.ones((length, length), bool))
+        bias = distance_bias(length, self.attention.heads) if self.alibi else None
         y = self.norms[0](x)
-        x = x + self.attention(y, self.attention.keys_values(y), before)
+        x = x + self.attention(y, self.attention.keys_values(y), before, bias)
         return x + self.contract(nnx.gelu(self.expand(self.norms[1](x))))
 
 

@@ -26,12 +26,13 @@ class StopError(Exception):
 @pytest.fixture
 def trained(monkeypatch):
     """The runs that were trained: width, method, rate, seed. Losses follow laws with E = 1; 0.008 is best by 0.1."""
-    runs, noise = [], {"dense": 0.01, "stop": 10**9}
+    runs, noise = [], {"dense": 0.01, "stop": 10**9, "alibi": True}
 
     class Trainer:
         def __init__(
-            self, text, layers, width, method, optimizer, *, workers, steps, warm_up, start, boundary=None, stages=1
+            self, text, layers, width, method, optimizer, *, workers, steps, warm_up, start, alibi, boundary=None, stages=1
         ):
+            assert alibi == noise["alibi"]
             self.width, self.size, self.workers = width, 12 * width**2 + 15 * width, workers
             entries, self.all_workers = METHODS.items(), 4
             made = method, optimizer, start / steps > 0.05  # a tenth, rounded to steps
@@ -192,6 +193,14 @@ def test_a_method_that_is_not_timed_yet_is_shown(trained, config, monkeypatch, c
         ladder.main(config)
     (row,) = [line for line in capsys.readouterr().out.splitlines() if "dense, Muon" in line and "500,000" in line]
     assert [cell.strip() for cell in row.split("│")[-3:-1]] == ["-", "-"]
+
+
+def test_places_as_sines(trained, config):
+    trained[1]["alibi"] = False
+    ladder.main(Config(**vars(config) | {"alibi": False}))
+    assert trained[0]
+    with pytest.raises(ValueError, match="where alibi is False and not True"):
+        ladder.main(config)
 
 
 def test_another_text_or_option_is_refused(trained, config):

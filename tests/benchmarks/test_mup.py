@@ -29,7 +29,7 @@ def by_name(tree, names=("table", "expand/kernel", "query/kernel", "dense/kernel
 @pytest.fixture(scope="module")
 def wide():
     """Twice as wide as the base."""
-    return model_of(TEXT, 2, 96).params
+    return model_of(TEXT, 2, 96, alibi=False).params
 
 
 def test_rates_of_twice_the_width(wide):
@@ -38,7 +38,7 @@ def test_rates_of_twice_the_width(wide):
     assert by_name(rate_factors(wide, 96, "sign")) == pytest.approx(adam, rel=1e-5)
     muon = adam | {"expand": 0.707107, "query": 0.5}
     assert by_name(rate_factors(wide, 96, "muon")) == pytest.approx(muon, rel=1e-5)
-    base = model_of(TEXT, 2, 48).params
+    base = model_of(TEXT, 2, 48, alibi=False).params
     assert all(factor == 1 for factor in jax.tree.leaves(rate_factors(base, 48, "muon")))
 
 
@@ -54,8 +54,9 @@ def test_first_values_of_twice_the_width(wide):
 
 
 def test_parameters_are_counted():
-    for layers, width in ((2, 96), (1, 8)):
-        leaves = jax.tree_util.tree_leaves_with_path(model_of(TEXT, layers, width).params)
+    for layers, width, alibi in ((2, 96, False), (1, 8, True)):
+        leaves = jax.tree_util.tree_leaves_with_path(model_of(TEXT, layers, width, alibi=alibi).params)
+        assert any(mup.kind(path) == "places" for path, _ in leaves) != alibi
         others = sum(leaf.size for path, leaf in leaves if mup.kind(path) in ("table", "places", "logits"))
         assert body_size(layers, width) == sum(leaf.size for _, leaf in leaves) - others
 
@@ -90,13 +91,13 @@ def test_stages_in_one_piece_train_as_a_pipeline(name):
         [part.params for part in parts],
         boundaries=[jc.dct_mp(boundary.sparsity)] * 2,
     )
-    schedule = optax.warmup_cosine_decay_schedule(0.0, 0.01, 1, 9)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 0.002, 1, 9)
     chain = jc.chain(jc.plump_dp(), optax.adam(schedule, b2=0.98))
     step = jc.make_train_step(pipeline, chain, jc.make_mesh(data=1, stage=3))
     states, losses = (step.init([part.params for part in parts]), trainer._start(0)), []
     for batch in itertools.islice(TEXT.rows(0), 3):
         sent, metrics = step(states[0], batch)
-        one, other = trainer._step(states[1], batch, jnp.float32(0.01))
+        one, other = trainer._step(states[1], batch, jnp.float32(0.002))
         states = sent, one
         losses.append((float(metrics["loss"]), float(other["loss"])))
     assert losses[2][0] < losses[0][0]

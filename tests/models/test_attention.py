@@ -2,7 +2,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from models.attention import Attention, positions
+from models.attention import Attention, distance_bias, positions
 
 
 def test_attention():
@@ -26,8 +26,21 @@ def test_attention():
         weights = np.exp(scores) * mask[:, 0]
         heads.append(weights / weights.sum(axis=-1, keepdims=True) @ v[..., features])
     expected = dense(attention.out, np.concatenate(heads, axis=-1))
-    result = attention(jnp.asarray(x), attention.keys_values(jnp.asarray(memory)), jnp.asarray(mask))
+    inputs = jnp.asarray(x), attention.keys_values(jnp.asarray(memory)), jnp.asarray(mask)
+    result = attention(*inputs)
     np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(attention(*inputs, np.full((4, 5), 3.0, np.float32)), result, rtol=1e-4, atol=1e-4)
+    only = np.where(np.arange(5) == 0, 0, -1e9).astype(np.float32)  # the first place, which all may see
+    values = attention.out(attention.value(jnp.asarray(memory))[:, :1])
+    np.testing.assert_allclose(attention(*inputs, only), np.broadcast_to(values, x.shape), rtol=1e-4, atol=1e-4)
+
+
+def test_biases_by_distance():
+    """Slopes of three heads by hand: 1, 1/16 and 1/256."""
+    bias = distance_bias(4, 3)
+    assert (bias.shape, bias.dtype) == ((3, 4, 4), np.float32)
+    np.testing.assert_allclose(bias[0, 3], [-3, -2, -1, 0])
+    np.testing.assert_allclose(bias[:, 3, 0], [-3, -3 / 16, -3 / 256], rtol=1e-6)
 
 
 def test_positions():

@@ -10,6 +10,7 @@ from models.gpt import Gpt
 from tests.models.twins import TWINS, count, crossing, make
 
 PAPERS = partial(Gpt, 256, 256)
+ALIBI = partial(Gpt, 256, 8, layers=2, width=8, heads=2, alibi=True)
 
 
 def test_parameters():
@@ -37,9 +38,10 @@ def test_what_crosses():
     assert crossing(partial(Gpt, 256, 8, layers=2, width=12, heads=2), batch) == [(3, 8, 12)] * 3 + [(3, 8, 256)]
 
 
-def test_outputs():
-    """GPT-2's layers in NumPy, one head and one row at a time."""
-    model = make("gpt")
+@pytest.mark.parametrize("slopes", [None, (1, 1 / 256)])
+def test_outputs(slopes):
+    """GPT-2's layers in NumPy, one head and one row at a time; with slopes, in place of places."""
+    model = make("gpt") if slopes is None else ALIBI(rngs=nnx.Rngs(0))
     text = TWINS["gpt"][1](2)["text"]
     outputs = np.asarray(model({"text": jnp.asarray(text)}))
 
@@ -52,7 +54,8 @@ def test_outputs():
 
     embedding, *layers, last = model.blocks
     for row in range(2):
-        x = np.asarray(embedding.table[...])[text[row, :-1]] + np.asarray(embedding.places[...])
+        x = np.asarray(embedding.table[...])[text[row, :-1]]
+        x = x + np.asarray(embedding.places[...]) if slopes is None else x
         for layer in layers:
             y = norm(layer.norms[0], x)
             heads = []
@@ -64,6 +67,8 @@ def test_outputs():
                 params = np.zeros_like(q)
                 for place in range(len(q)):
                     weights = np.exp(k[: place + 1] @ q[place] / 2)  # the root of 4 features
+                    if slopes is not None:
+                        weights *= np.exp(-slopes[head] * np.arange(place, -1, -1))
                     params[place] = weights @ v[: place + 1] / weights.sum()
                 heads.append(params)
             x = x + dense(layer.attention.out, np.concatenate(heads, axis=1))
@@ -87,3 +92,4 @@ def test_long_texts():
     with pytest.raises(ValueError, match=r"got 11 of them for 8 places. Make the model with more"):
         make("gpt")({"text": text})
     assert make("gpt")({"text": text[:, :6]}).shape == (1, 5, 256)
+    assert ALIBI(rngs=nnx.Rngs(0))({"text": text}).shape == (1, 11, 256)
