@@ -81,7 +81,7 @@ def test_the_boundaries_of_the_pipelines():
         gap = Difference.of(losses[name], losses["dense"])
         text = "" if name == "dense" else f" {gap.mean:+.3f} ({gap.error:.3f})"
         assert row[-1].strip(" |") == f"{fmean(losses[name]):.3f}{text}"
-    dense = [r["loss"] for r in json.loads((ROOT / "docs/data/ladder.json").read_text()) if muon_of_the_ladder(r)]
+    dense = [r["loss"] for r in json.loads((ROOT / "docs/data/ladder_sines.json").read_text()) if muon_of_the_ladder(r)]
     whole, learned = fmean(dense), fmean(losses["d/8 muon"])
     assert f"whole activations end at {whole:.3f}, d/8 at {learned:.3f}" in text_of("docs/measurements/pipelines.md")
 
