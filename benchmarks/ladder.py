@@ -1,7 +1,7 @@
 """A ladder of GPTs: does what compression costs shrink as the model grows?
 
-    python -m benchmarks.ladder --data-dir FOLDER --json docs/data/ladder.json --hours 8
-    python -m benchmarks.ladder --data-dir FOLDER --json docs/data/ladder_boundaries.json --compare boundaries --no-alibi
+    python -m benchmarks.ladder --data-dir DIR --json docs/data/ladder.json --hours 8
+    python -m benchmarks.ladder --data-dir DIR --compare boundaries --no-alibi --json docs/data/ladder_boundaries.json
 
 Width alone grows. Every model is trained once over 20 bytes of the text for each parameter outside of tables and
 logits, by every method. Learning rates are searched on the first two rungs by one rule for all, dense included: with

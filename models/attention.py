@@ -96,8 +96,9 @@ def linear(
 def distance_bias(length: int, heads: int) -> np.ndarray:
     """Returns the linear biases of attention by distance (ALiBi), (heads, length, length) float32.
 
-    Source: Press et al., "Train Short, Test Long", ICLR 2022, whose slopes are 2^(-8 i / heads), i = 1, 2, ... Here they
-    fall from 1 to 2^-8: with two heads the paper's begin at 2^-4, at which a head averages over some 20 places at first.
+    Source: Press et al., "Train Short, Test Long", ICLR 2022, whose slopes are 2^(-8 i / heads), i = 1, 2, ... Here
+    they fall from 1 to 2^-8: with two heads the paper's begin at 2^-4, at which a head averages over some 16 places at
+    first.
     """
     distance = np.arange(length)[:, None] - np.arange(length)
     return (-np.geomspace(1, 2**-8, heads)[:, None, None] * distance).astype(np.float32)

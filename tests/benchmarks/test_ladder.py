@@ -30,7 +30,20 @@ def trained(monkeypatch):
 
     class Trainer:
         def __init__(
-            self, text, layers, width, method, optimizer, *, workers, steps, warm_up, start, alibi, boundary=None, stages=1
+            self,
+            text,
+            layers,
+            width,
+            method,
+            optimizer,
+            *,
+            workers,
+            steps,
+            warm_up,
+            start,
+            alibi,
+            boundary=None,
+            stages=1,
         ):
             assert alibi == noise["alibi"]
             self.width, self.size, self.workers = width, 12 * width**2 + 15 * width, workers
