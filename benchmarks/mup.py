@@ -21,8 +21,8 @@ that the products of queries and keys are divided by the features of a head, not
 attention and feed-forward parts start smaller by sqrt(2 layers), as in GPT-2. GPT-2's own first values (0.02) are too
 small for a narrow model: attention is uniform at first, and how long it stays so depends on the seed. With linear
 biases of attention (`models.attention.distance_bias`) a head sees the byte before from the first step on. With
-embeddings of places it has to find it. A linear map shifts sines to the place before, which it cannot with random places: with them,
-553 steps of 16 rows at 48 features end at 2.73 nats instead of 2.45, and seeds differ more.
+embeddings of places it has to find it. A linear map shifts sines to the place before, which it cannot with random
+places: with them, 553 steps of 16 rows at 48 features end at 2.73 nats instead of 2.45, and seeds differ more.
 """
 
 import math
