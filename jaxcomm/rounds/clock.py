@@ -6,23 +6,11 @@ So one thread can run many workers in simulated time, and stop one between any t
 import threading
 import time
 from collections.abc import Generator
-from typing import Any, Generic, Protocol, TypeVar
+from concurrent.futures import Future
+from typing import Protocol, TypeVar
 
 T = TypeVar("T")
 Waiting = Generator[float, None, T]  # yields seconds to wait, and returns a result
-
-
-class Task(Protocol):
-    """Work beside the local steps."""
-
-    @property
-    def done(self) -> bool:
-        """Whether it has ended."""
-        ...
-
-    def result(self) -> Any:
-        """Returns what it returned, or raises what it raised; only when it is done."""
-        ...
 
 
 class Clock(Protocol):
@@ -36,7 +24,7 @@ class Clock(Protocol):
         """Runs work to its end, here."""
         ...
 
-    def start(self, work: Waiting[Any]) -> Task:
+    def start(self, work: Waiting[T]) -> Future[T]:
         """Runs work beside what comes next."""
         ...
 
@@ -57,35 +45,15 @@ class WallClock:
         except StopIteration as end:
             return end.value
 
-    def start(self, work: Waiting[T]) -> "ThreadTask[T]":
+    def start(self, work: Waiting[T]) -> Future[T]:
         """Runs work in a thread."""
-        return ThreadTask(self, work)
+        future = Future[T]()
 
+        def run() -> None:
+            try:
+                future.set_result(self.run(work))
+            except BaseException as error:  # is raised where the result is asked for
+                future.set_exception(error)
 
-class ThreadTask(Generic[T]):
-    """Work in a thread of its own."""
-
-    def __init__(self, clock: WallClock, work: Waiting[T]):
-        self._clock, self._work = clock, work
-        self._value: Any = None
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="jaxcomm-rounds", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._value = self._clock.run(self._work)
-        except BaseException as error:  # is raised where the result is asked for
-            self._error = error
-
-    @property
-    def done(self) -> bool:
-        """Whether it has ended."""
-        return not self._thread.is_alive()
-
-    def result(self) -> T:
-        """Returns what it returned, or raises what it raised."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        return self._value
+        threading.Thread(target=run, name="jaxcomm-rounds", daemon=True).start()
+        return future

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from jax.experimental import multihost_utils
 
 from jaxcomm.checks import check_range
 from jaxcomm.rounds import records
-from jaxcomm.rounds.clock import Clock, Task, Waiting
+from jaxcomm.rounds.clock import Clock, Waiting
 from jaxcomm.rounds.hosts import Hosts
 from jaxcomm.rounds.log import Log, News
 from jaxcomm.rounds.model import Global, Model, Packing, Unsent, number_of
@@ -86,8 +87,8 @@ class Worker:
         self._own = self._sent = jax.tree.map(jnp.copy, params)  # a step may donate them
         self._local, self._global, self._unsent = local, model.first(params), model.unsent(params)
         self._sending: Sending | None = None
-        self._task: Task | None = None
-        self._saving: list[Task] = []
+        self._task: Future[News] | None = None
+        self._saving: list[Future[None]] = []
         self._rows, self._steps, self._ahead, self._missed = 0.0, 0, 0, 0
         self._paces: list[float] = []
         self._last: Any = None
@@ -192,12 +193,12 @@ class Worker:
     def depart(self, wait: float, keep: bool) -> Waiting[None]:
         """Does `leave`."""
         until = self._clock.now() + wait
-        while self._task is not None and not self._task.done and self._clock.now() < until:
+        while self._task is not None and not self._task.done() and self._clock.now() < until:
             yield POLL
-        if self._hosts.flag(self._task is not None and self._task.done):
+        if self._hosts.flag(self._task is not None and self._task.done()):
             yield from self._settle(0)
         for task in self._saving:
-            while not task.done:
+            while not task.done():
                 yield POLL
             task.result()
         self._has_left, sending = True, self._sending
@@ -250,9 +251,9 @@ class Worker:
         """Takes what the log has of this round; waits for it if as many local steps were done meanwhile."""
         while self._is_sent:
             task = self._task
-            while task is not None and not task.done and self._ahead >= ahead:
+            while task is not None and not task.done() and self._ahead >= ahead:
                 yield POLL
-            if not self._hosts.flag(task is not None and task.done):
+            if not self._hosts.flag(task is not None and task.done()):
                 return
             self._task = None
             yield from self._take(self._hosts.news(None if task is None else task.result()))
@@ -277,7 +278,7 @@ class Worker:
             state, number = self._model.apply(state, manifest, words), manifest.number + 1
             turn = manifest.members[number // self._every % len(manifest.members)]
             if number % self._every == 0 and turn.header.worker == self.name and manifest.state in ("", digest):
-                self._saving = [task for task in self._saving if not task.done or task.result()]
+                self._saving = [task for task in self._saving if not task.done() or task.result()]
                 snapshot = self._snapshot(number, state)
                 if self._hosts.is_first:
                     self._saving.append(self._clock.start(self._log.save(number, snapshot)))

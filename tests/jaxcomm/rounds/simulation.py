@@ -5,6 +5,7 @@ import hashlib
 import heapq
 import itertools
 from collections import Counter
+from concurrent.futures import Future
 
 import jax
 import jax.numpy as jnp
@@ -22,16 +23,12 @@ EXCHANGE, OUTER = jc.topk(0.9, value_dtype="float32"), optax.sgd(0.5, momentum=0
 MOST_SECONDS = 10_000.0
 
 
-class Work:
+class Work(Future):
     """A generator that a simulated clock runs."""
 
     def __init__(self, generator, owner):
-        self.generator, self.owner, self.done, self.value, self.error = generator, owner, False, None, None
-
-    def result(self):
-        if self.error is not None:
-            raise self.error
-        return self.value
+        super().__init__()
+        self.generator, self.owner = generator, owner
 
 
 class SimClock:
@@ -85,9 +82,9 @@ class SimClock:
             try:
                 delay = next(work.generator)
             except StopIteration as end:
-                work.done, work.value = True, end.value
+                work.set_result(end.value)
             except Exception as error:
-                work.done, work.error = True, error
+                work.set_exception(error)
                 if work.is_program:
                     raise
             else:
