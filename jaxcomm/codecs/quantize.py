@@ -1,12 +1,15 @@
 """A few bits a value: buckets of levels (QSGD), ternary numbers, the small integers of their sums, and signs.
 
 A codec writes a part of the flat vector as words, and reads it again; `start` is the position of the part's first
-element in the vector. The number of words depends only on the number of values, m.
+element in the vector, and a part is of whole blocks. The number of words depends only on the number of values, m.
+
+`codes` returns arrays with equally many numbers for every block, in the order of the blocks; and whether no value is
+broken, and what will be read is finite, () bool. `Ternary` and `Integers` do not look.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,50 +23,9 @@ from jaxcomm.kernels.vectors import Stored, Vector, computed_end_to_end, largest
 from jaxcomm.layout import BLOCK, Layout, in_blocks
 
 
-class PartCodec(Protocol):
-    """Writes and reads parts of the flat vector, of whole blocks each."""
-
-    def n_words(self, m: int) -> int:
-        """Returns the words of 32 bits that m values take."""
-        ...
-
-    def codes(self, vector: Vector, start: jax.Array | int) -> tuple[list[jax.Array], jax.Array]:
-        """Rounds m values to codes.
-
-        Returns:
-          Arrays with equally many numbers for every block, in the order of the blocks; and whether no value is broken,
-          and what will be read is finite, () bool. `Ternary` and `Integers` do not look.
-        """
-        ...
-
-    def words(self, codes: Sequence[jax.Array]) -> jax.Array:
-        """Writes the codes of m values as (n_words(m),) uint32."""
-        ...
-
-    def decode(self, words: jax.Array, m: int, start: jax.Array | int) -> jax.Array:
-        """Reads the values, as they were rounded: (m,) float32."""
-        ...
-
-
-def encode(codec: PartCodec, values: jax.Array, start: jax.Array | int) -> jax.Array:
-    """Writes values (m,) float32 as (n_words(m),) uint32."""
-    return codec.words(codec.codes(Stored(values), start)[0])
-
-
-def _to_words(numbers: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(numbers, jnp.uint32)
-
-
-def to_floats(words: jax.Array) -> jax.Array:
-    """Returns the float32 numbers whose bits these are."""
-    return lax.bitcast_convert_type(words, jnp.float32)
-
-
 @dataclass(frozen=True)
 class Buckets:
     """Random rounding to 2^(b-1) - 1 levels of a bucket's scale, and a sign: b bits a value, 32 a bucket; unbiased.
-
-    Source: Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding", NeurIPS 2017.
 
     Attributes:
       width: b, bits a value.
@@ -95,13 +57,14 @@ class Buckets:
 
     def words(self, codes: Sequence[jax.Array]) -> jax.Array:
         """Writes the scales and then the numbers."""
-        return computed_end_to_end([_to_words(codes[0]), bits.pack_numbers(codes[1], self.width)])
+        scales = lax.bitcast_convert_type(codes[0], jnp.uint32)
+        return computed_end_to_end([scales, bits.pack_numbers(codes[1], self.width)])
 
     def scale(self, values: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the scale of every bucket, (m / bucket,), and whether all values and scales are finite: () bool."""
         if self.norm == "max":
             # A maximum of the bits as integers, of which NaN is the largest: a maximum of floats may lose it.
-            scale = to_floats(largest_of_each(magnitude_bits(values), self.bucket))
+            scale = lax.bitcast_convert_type(largest_of_each(magnitude_bits(values), self.bucket), jnp.float32)
             ok = jnp.asarray(True)  # only finite scales are read as finite
         else:
             scale = jnp.sqrt(jnp.sum(jnp.square(values.reshape(-1, self.bucket)), axis=1))
@@ -133,7 +96,7 @@ class Buckets:
         """Reads values."""
         del start
         n_scales = m // self.bucket
-        step = to_floats(words[:n_scales]) * np.float32(1 / self.levels)
+        step = lax.bitcast_convert_type(words[:n_scales], jnp.float32) * np.float32(1 / self.levels)
         code = bits.unpack_numbers(words[n_scales:], m, self.width) - self.levels
         return (self._in_buckets(code.astype(jnp.float32)) * step[:, None, None]).reshape(-1)
 
@@ -145,40 +108,6 @@ class Nearest(Buckets):
         """Returns halves."""
         del start
         return jnp.full(m, 0.5, jnp.float32)
-
-
-@dataclass(frozen=True)
-class Ternary:
-    """Random rounding of numbers in [-1, 1] to -1, 0 or 1: 2 bits a value; unbiased.
-
-    Source: Wen et al., "TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep Learning", NeurIPS
-    2017.
-
-    Attributes:
-      key: () uint32, of the random rounding.
-    """
-
-    key: Any
-
-    def n_words(self, m: int) -> int:
-        """Returns the words of m values."""
-        return bits.packed_words(m, 2)
-
-    def codes(self, vector: Vector, start: jax.Array | int) -> tuple[list[jax.Array], jax.Array]:
-        """Rounds values: (m,) uint8."""
-        values = vector.sum()
-        is_one = noise.uniform(self.key, values.size, start) < jnp.abs(values)
-        code = jnp.where(is_one, jnp.where(values < 0, 0, 2), 1)
-        return [in_memory(code.astype(jnp.uint8))], jnp.asarray(True)
-
-    def words(self, codes: Sequence[jax.Array]) -> jax.Array:
-        """Writes the codes."""
-        return bits.pack_numbers(codes[0], 2)
-
-    def decode(self, words: jax.Array, m: int, start: jax.Array | int) -> jax.Array:
-        """Reads values."""
-        del start
-        return (bits.unpack_numbers(words, m, 2) - 1).astype(jnp.float32)
 
 
 @dataclass(frozen=True)
@@ -216,11 +145,27 @@ class Integers:
 
 
 @dataclass(frozen=True)
+class Ternary(Integers):
+    """Random rounding of numbers in [-1, 1] to -1, 0 or 1: 2 bits a value; unbiased.
+
+    Attributes:
+      key: () uint32, of the random rounding.
+    """
+
+    limit: int = field(default=1, init=False)
+    key: Any
+
+    def codes(self, vector: Vector, start: jax.Array | int) -> tuple[list[jax.Array], jax.Array]:
+        """Rounds values: (m,) uint8."""
+        values = vector.sum()
+        is_one = noise.uniform(self.key, values.size, start) < jnp.abs(values)
+        code = jnp.where(is_one, jnp.where(values < 0, 0, 2), 1)
+        return [in_memory(code.astype(jnp.uint8))], jnp.asarray(True)
+
+
+@dataclass(frozen=True)
 class BlockSigns:
     """The sign of every value, and the mean magnitude of every block: 1 bit a value, 32 a block of 1024.
-
-    Source: Zheng et al., "Communication-Efficient Distributed Blockwise Momentum SGD with Error-Feedback", NeurIPS
-    2019.
 
     Attributes:
       layout: the flat vector; padding is read as zeros.
@@ -248,15 +193,23 @@ class BlockSigns:
 
     def words(self, codes: Sequence[jax.Array]) -> jax.Array:
         """Writes the scales and then the signs; zeros as positive."""
-        return computed_end_to_end([_to_words(codes[0]), codes[1]])
+        return computed_end_to_end([lax.bitcast_convert_type(codes[0], jnp.uint32), codes[1]])
 
     def decode(self, words: jax.Array, m: int, start: jax.Array | int) -> jax.Array:
         """Reads values."""
         n_blocks = m // BLOCK
-        scale = to_floats(words[:n_blocks])[:, None, None]
+        scale = lax.bitcast_convert_type(words[:n_blocks], jnp.float32)[:, None, None]
         negative = in_blocks(bits.unpack(words[n_blocks:]))
         is_used = in_blocks(jnp.arange(BLOCK, dtype=jnp.int32)) < self._used(m, start)[:, None, None]
         return jnp.where(is_used, jnp.where(negative, -scale, scale), 0.0).reshape(-1)
+
+
+PartCodec = Buckets | Integers | BlockSigns
+
+
+def encode(codec: PartCodec, values: jax.Array, start: jax.Array | int) -> jax.Array:
+    """Writes values (m,) float32 as (n_words(m),) uint32."""
+    return codec.words(codec.codes(Stored(values), start)[0])
 
 
 def _magnitudes_and_masks(values: jax.Array, *masks: jax.Array) -> tuple[jax.Array, ...]:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomm.codecs.quantize import Buckets, encode, to_floats
+from jaxcomm.codecs.quantize import Buckets, encode
 from jaxcomm.kernels import bits
 from jaxcomm.kernels.numerics import divide, magnitude_bits
 from jaxcomm.kernels.platforms import in_memory
@@ -67,7 +67,7 @@ class Tiles:
         largest = jnp.max(magnitude, axis=1)  # (tiles,)
         pivot = jnp.min(jnp.where(magnitude == largest[:, None], _PLACE, TILE), axis=1)  # the first of equals
         second = jnp.max(jnp.where(pivot[:, None] == _PLACE, np.uint32(0), magnitude), axis=1)
-        is_rotated = to_floats(largest) >= 2 * to_floats(second)
+        is_rotated = lax.bitcast_convert_type(largest, jnp.float32) >= 2 * lax.bitcast_convert_type(second, jnp.float32)
         tiles = jnp.where(is_rotated[:, None], self._rotate(_swap(plain, pivot)), plain)
         tiles = in_memory(tiles.reshape(-1)).reshape(-1, TILE)  # read three times
         low = jnp.min(tiles, axis=1)
@@ -76,7 +76,7 @@ class Tiles:
         step = jnp.maximum(span, jnp.abs(low) / np.float32(_MOST_STEPS))
         step_bits = magnitude_bits(jnp.where(largest >= _INFINITY, jnp.nan, step))
         upper = (step_bits >> 16) + (step_bits & np.uint32(0xFFFF) != 0)
-        step = to_floats(upper << 16)
+        step = lax.bitcast_convert_type(upper << 16, jnp.float32)
         offset = jnp.floor(_in_steps(low, step) * _FINENESS + 0.5).astype(jnp.int32)  # (tiles,)
         level = _in_steps(tiles, step[:, None]) - offset.astype(jnp.float32)[:, None] / _FINENESS
         code = in_memory(jnp.clip(jnp.floor(level + 0.5), 0, self.levels).astype(jnp.int32).reshape(-1))
@@ -89,7 +89,7 @@ class Tiles:
         count = -(-n // TILE)
         start = count + bits.packed_words(count, _PIVOT_BITS)
         heads = words[:count]
-        step = to_floats((heads >> 16 & np.uint32(0x7FFF)) << 16)
+        step = lax.bitcast_convert_type((heads >> 16 & np.uint32(0x7FFF)) << 16, jnp.float32)
         offset = lax.shift_right_arithmetic(lax.bitcast_convert_type(heads << 16, jnp.int32), 16)
         pivot = bits.unpack_numbers(words[count:start], count, _PIVOT_BITS)
         code = bits.unpack_numbers(words[start:], count * TILE, self.width).reshape(-1, TILE)

@@ -132,8 +132,9 @@ def to_next(value: jax.Array, axis_name: AxisName) -> jax.Array:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def swapped(value: jax.Array, axis_name: AxisName) -> jax.Array:
     """Returns the other one of two workers' value, bit for bit; 4 bytes a number."""
-    words = lax.optimization_barrier(_as_words(value))  # else XLA would compute them again for the difference
-    return _from_words(lax.psum(words, axis_name) - words, value.dtype)
+    # Without a barrier XLA would compute the words again for the difference.
+    words = lax.optimization_barrier(lax.bitcast_convert_type(value, jnp.uint32))
+    return lax.bitcast_convert_type(lax.psum(words, axis_name) - words, value.dtype)
 
 
 def _swapped_forward(value: jax.Array, axis_name: AxisName) -> tuple[jax.Array, None]:
@@ -164,14 +165,6 @@ def _in_order(local: jax.Array, peer: jax.Array, axis_name: AxisName, is_read_on
     is_first = lax.axis_index(axis_name) == 0
     rows = jnp.stack([jnp.where(is_first, local, peer), jnp.where(is_first, peer, local)])
     return rows if is_read_once else lax.optimization_barrier(rows)  # else XLA would compute them again for each use
-
-
-def _as_words(value: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(value, jnp.uint32)
-
-
-def _from_words(words: jax.Array, dtype: Any) -> jax.Array:
-    return lax.bitcast_convert_type(words, dtype)
 
 
 def fuse(payload: Payload) -> jax.Array:

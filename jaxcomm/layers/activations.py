@@ -1,10 +1,8 @@
 """How the activations of a batch, and their gradients, are written where a model is cut.
 
 A format is planned from the shape of one array of activations (B, ...), samples first. The sender encodes and the
-receiver decodes. Formats also define the backward pass, since gradients may be written differently.
-
-Source: Gupta et al., "Training Recommender Systems at Scale: Communication-Efficient Model and Data Parallelism", KDD
-2021: `Largest` is its DCT-MP.
+receiver decodes. Formats also define the backward pass, since gradients may be written differently. `Largest` is the
+DCT-MP of the paper that `boundary.py` names.
 """
 
 import math
