@@ -1,6 +1,6 @@
 """Shared types: state that differs between workers, payloads, metrics."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -92,6 +92,31 @@ class DelayedState:
 def is_per_worker(node: Any) -> bool:
     """Returns whether a node of a state is a `PerWorker`; the `is_leaf` of every map over states."""
     return isinstance(node, PerWorker)
+
+
+def in_shards(state: PyTree, axes: tuple[str, ...]) -> Any:
+    """Gives the state of an exchange a row for each shard, in addition to the rows of workers."""
+    if not axes:
+        return state
+
+    def row(node: PyTree) -> PerWorker:
+        if is_per_worker(node):
+            return replace(node, axes=(*node.axes, *axes), shards=node.shards + len(axes))
+        return PerWorker(node[None], axes, shards=len(axes))
+
+    return jax.tree.map(row, state, is_leaf=is_per_worker)
+
+
+def from_shards(state: PyTree, axes: tuple[str, ...]) -> PyTree:
+    """Returns the state that a device's exchange takes; the inverse of `in_shards`."""
+
+    def unpack_node(node: PyTree) -> PyTree:
+        if not axes or not is_per_worker(node):
+            return node
+        workers = node.axes[: len(node.axes) - len(axes)]
+        return replace(node, axes=workers, shards=node.shards - len(axes)) if workers else node.rows[0]
+
+    return jax.tree.map(unpack_node, state, is_leaf=is_per_worker)
 
 
 def part_of(n: int, workers: Any, worker: Any) -> tuple[Any, Any]:

@@ -1,6 +1,6 @@
 """Two levels of links: dense over the fast ones inside a group, compressed over the slow ones across groups."""
 
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar
 
 import jax
@@ -15,7 +15,7 @@ from jaxcomm.collectives.messages import all_gather_same, sum_scatter
 from jaxcomm.exchange import Exchange, ExchangeState, check_exchange, get_exchange, keep_unless, transformation
 from jaxcomm.kernels.numerics import wide_type
 from jaxcomm.kernels.scopes import EXCHANGE
-from jaxcomm.types import ExchangeMetrics, Params, PerWorker, PyTree, is_per_worker
+from jaxcomm.types import ExchangeMetrics, Params, PyTree, from_shards, in_shards
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Hierarchical(Exchange):
         rows, sizes = self._shares(params)
         inner = self.exchange.init(jax.tree.map(lambda size: jnp.zeros(size, rows.dtype), sizes))
         check_exchange(inner, f"exchange of hierarchical, over axis_name={self.across!r},")
-        return self.first_state(self._pack(inner))
+        return self.first_state(in_shards(inner, (self.inside,)))
 
     def update_chosen(self, updates: PyTree, state: ExchangeState, params: Params) -> tuple[Any, ExchangeState]:
         rows, sizes = self._shares(self._wait_for_group(updates))
@@ -81,7 +81,7 @@ class Hierarchical(Exchange):
         own_params = None
         if params is not None:
             own_params = _cut(self._shares(params)[0][lax.axis_index(self.inside)], sizes)
-        old = to_varying(self._unpack(state.memory), self.inside)
+        old = to_varying(from_shards(state.memory, (self.inside,)), self.inside)
         means, new = self.exchange.update(_cut(share, sizes), old, own_params)
         counts = jnp.stack([jnp.asarray(value, jnp.float32) for value in get_exchange(new).metrics])
         with jax.named_scope(EXCHANGE):
@@ -90,9 +90,8 @@ class Hierarchical(Exchange):
         mean = jnp.concatenate([leaf.reshape(-1) for leaf in jax.tree.leaves(means)])
         gathered = all_gather_same(jnp.where(ok, mean, 0.0), self.inside)  # (I, T)
         metrics = ExchangeMetrics.of(ok, n_sent, overflow, drained=drained > 0)
-        new = state.replace(
-            metrics=metrics, step=state.step + ok.astype(jnp.int32), memory=self._pack(keep_unless(ok, new, old))
-        )
+        memory = in_shards(keep_unless(ok, new, old), (self.inside,))
+        new = state.replace(metrics=metrics, step=state.step + ok.astype(jnp.int32), memory=memory)
         return _join_shares(gathered, updates), new
 
     def _wait_for_group(self, updates: PyTree) -> Any:
@@ -119,23 +118,6 @@ class Hierarchical(Exchange):
             flat = leaf.reshape(-1).astype(dtype)
             rows.append(jnp.pad(flat, (0, -flat.size % size)).reshape(size, -1))
         return jnp.concatenate(rows, axis=1), jax.tree.map(lambda leaf: -(-leaf.size // size), tree)
-
-    def _pack(self, state: PyTree) -> Any:
-        """Turns a share's state into rows: even what its exchange replicates differs between shares."""
-
-        def row(node: PyTree) -> PerWorker:
-            if is_per_worker(node):
-                return replace(node, axes=self.axes, shards=node.shards + 1)
-            return PerWorker(node[None], (self.inside,), shards=1)
-
-        return jax.tree.map(row, state, is_leaf=is_per_worker)
-
-    def _unpack(self, state: PyTree) -> PyTree:
-        def unpack_node(node: PerWorker) -> PyTree:
-            is_same = node.axes == (self.inside,)
-            return node.rows[0] if is_same else replace(node, axes=(self.across,), shards=node.shards - 1)
-
-        return jax.tree.map(unpack_node, state, is_leaf=is_per_worker)
 
 
 def _cut(share: jax.Array, sizes: Any) -> Any:

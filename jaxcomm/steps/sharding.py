@@ -22,7 +22,7 @@ from jaxcomm.collectives.axis import AxisName, axis_names, in_axes_of_workers, t
 from jaxcomm.exchange import get_exchange, is_exchange_state, keep_unless, of_part, zeros_unless
 from jaxcomm.kernels.numerics import is_finite_tree
 from jaxcomm.state import communication_period, is_trained, state_specs, trained
-from jaxcomm.types import ExchangeMetrics, Params, PerWorker, PyTree, is_per_worker
+from jaxcomm.types import ExchangeMetrics, Params, PerWorker, PyTree, from_shards, in_shards, is_per_worker
 
 
 class ShardedState(NamedTuple):
@@ -206,7 +206,7 @@ class ShardedExchange:
     def _init(self, params: Params) -> ShardedState:
         with of_part():
             parts = {axes: _part(params, is_member) for axes, is_member in self.groups.items()}
-            exchanges = tuple(_pack(self.chain.exchange.init(part), axes) for axes, part in parts.items())
+            exchanges = tuple(in_shards(self.chain.exchange.init(part), axes) for axes, part in parts.items())
         reduced = () if self.chain.is_local else self.chain.before.init(_part(params, self.reduced))
         return ShardedState(ExchangeMetrics.zeros(), exchanges, reduced)
 
@@ -227,7 +227,7 @@ class ShardedExchange:
         votes = to_varying(jnp.zeros(4).at[0].set(is_bad), self._all)
         exchanges, last = [], None
         for (axes, is_member), packed in zip(self.groups.items(), state.exchanges, strict=True):
-            part, shard_state = _part(gradients, is_member), _unpack(packed, axes)
+            part, shard_state = _part(gradients, is_member), from_shards(packed, axes)
             part, shard_state = self.chain.exchange.update(part, shard_state, _part(params, is_member))
             last = get_exchange(shard_state)
             counts = last.metrics
@@ -235,7 +235,7 @@ class ShardedExchange:
             counts = jnp.stack([counts.skipped, counts.sent, counts.overflow, counts.drained]).astype(jnp.float32)
             votes = votes + jnp.where(is_counted, counts, 0.0)
             parts.append(part)
-            exchanges.append(_pack(shard_state, axes))
+            exchanges.append(in_shards(shard_state, axes))
 
         def count() -> jax.Array:
             return lax.psum(votes, self._all)
@@ -404,28 +404,3 @@ def _join(parts: list[Any], treedef: Any) -> Any:
     """Joins parts of a tree; the inverse of `_part`."""
     rows = zip(*(treedef.flatten_up_to(part) for part in parts), strict=True)
     return treedef.unflatten([next(leaf for leaf in row if leaf is not None) for row in rows])
-
-
-def _pack(state: PyTree, axes: tuple[str, ...]) -> Any:
-    """Gives the state of a group's exchange a row for each shard, in addition to the rows of workers."""
-    if not axes:
-        return state
-
-    def row(node: PyTree) -> PerWorker:
-        if is_per_worker(node):
-            return replace(node, axes=(*node.axes, *axes), shards=node.shards + len(axes))
-        return PerWorker(node[None], axes, shards=len(axes))
-
-    return jax.tree.map(row, state, is_leaf=is_per_worker)
-
-
-def _unpack(state: PyTree, axes: tuple[str, ...]) -> PyTree:
-    """Returns the state that a device's exchange takes; the inverse of `_pack`."""
-
-    def unpack_node(node: PyTree) -> PyTree:
-        if not axes or not is_per_worker(node):
-            return node
-        workers = node.axes[: len(node.axes) - len(axes)]
-        return replace(node, axes=workers, shards=node.shards - len(axes)) if workers else node.rows[0]
-
-    return jax.tree.map(unpack_node, state, is_leaf=is_per_worker)
