@@ -26,17 +26,7 @@ import numpy as np
 
 from jaxcomm.checks import check_range
 from jaxcomm.placement.bounds import Bounds, closest_fit, ranges, to_go
-from jaxcomm.placement.problem import (
-    Block,
-    Device,
-    Option,
-    Problem,
-    StepParts,
-    Tensor,
-    step_parts,
-)
-
-__all__ = ["Assignment", "Block", "Device", "Option", "Problem", "StepParts", "Tensor", "solve", "step_parts"]
+from jaxcomm.placement.problem import Option, Problem, StepParts, Tensor, step_parts
 
 # The number of placements, those with the least bounds, that are kept in the search; and that get their better bound
 # at once.

@@ -7,7 +7,8 @@ import pytest
 
 from benchmarks.shapes import resnet50
 from jaxcomm.placement import solve as assign
-from jaxcomm.placement.solve import Block, Device, Option, Problem, Tensor, solve
+from jaxcomm.placement.problem import Block, Device, Option, Problem, Tensor
+from jaxcomm.placement.solve import solve
 from tests.refusals import refusals, refused
 
 NAMES = ("dense", "topk", "late", "sign")
