@@ -133,15 +133,6 @@ def varies(value: Any, axis_name: str) -> bool:
     return axis_name in jax.typeof(value).manual_axis_type.varying
 
 
-def is_bound(axis_name: str) -> bool:
-    """Returns whether the code that is traced runs in this axis."""
-    try:
-        lax.axis_size(axis_name)
-    except NameError:
-        return False
-    return True
-
-
 def is_tracked(axis_name: str) -> bool:
     """Returns whether JAX tracks, on this axis, which values differ (a mesh axis with check_vma=True)."""
     return varies(lax.axis_index(axis_name), axis_name)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomm.collectives.axis import AxisName, axis_names, is_bound, to_varying, zeros_of
+from jaxcomm.collectives.axis import AxisName, axis_names, is_in_scope, to_varying, zeros_of
 from jaxcomm.exchange import leaf_name
 from jaxcomm.kernels.numerics import widened
 from jaxcomm.state import is_averaged, trained, with_untrained
@@ -112,7 +112,7 @@ class Scalars(NamedTuple):
           ValueError: naming what is a sum or a maximum, and is not named as such; or a loss that is named as a sum and
             is a mean.
         """
-        names = [axis for axis in axis_names(axis_name) if is_bound(axis)]
+        names = [axis for axis in axis_names(axis_name) if is_in_scope(axis)]
         workers = lax.axis_size(tuple(names)) if names else 1
         parts = self.micro_batches * workers
         if parts == 1 or not rows:
@@ -183,7 +183,7 @@ class Scalars(NamedTuple):
                 "(regular expressions of names), or take its mean as a float."
             )
         number = jnp.asarray(value, jnp.promote_types(jnp.result_type(value), jnp.float32))
-        names = [axis for axis in axis_names(axis_name) if is_bound(axis)]  # a loss of all rows is in no such axis
+        names = [axis for axis in axis_names(axis_name) if is_in_scope(axis)]  # a loss of all rows is in no such axis
         return number * (self.micro_batches * lax.axis_size(tuple(names))) if how == "sum" and names else number
 
 
@@ -205,7 +205,7 @@ def loss_of(
         args = (params, model_state, batch) if has_state else (params, batch)
         if isinstance(batch, Batch):
             key = batch.key
-            if key is not None and all(map(is_bound, axis_names(axis_name))):  # else the loss has the rows of all
+            if key is not None and is_in_scope(axis_name):  # else the loss has the rows of all
                 key = jax.random.fold_in(key, lax.axis_index(axis_name))
             args = (*args[:-1], batch.tree(), *(() if key is None else (key,)))
         if not has_state and jax.tree.leaves(model_state):
