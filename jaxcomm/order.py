@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxcomm.accounting.jaxpr import inner_jaxpr, inner_jaxprs
+from jaxcomm.accounting.jaxpr import has_primitive, inner_jaxpr, inner_jaxprs
 from jaxcomm.exchange import (
     ExchangeState,
     ExchangeTransformation,
@@ -204,8 +204,7 @@ def _without_reports(jaxpr: Any) -> Any:
 
 
 def _calls_host(jaxpr: Any) -> bool:
-    equations = inner_jaxpr(jaxpr).eqns
-    return any("callback" in eqn.primitive.name or any(map(_calls_host, inner_jaxprs(eqn.params))) for eqn in equations)
+    return has_primitive(jaxpr, lambda name: "callback" in name)
 
 
 def check_chain(tx: optax.GradientTransformation, state: PyTree, params: Params) -> list[str]:

@@ -41,10 +41,7 @@ def jaxpr_program(closed: ClosedJaxpr, outside: str | None = None) -> Program:
 
 def jaxpr_communicates(closed: ClosedJaxpr) -> bool:
     """Returns whether there is any collective in a traced program, in any loop or branch."""
-    equations = inner_jaxpr(closed).eqns
-    if any(eqn.primitive.name in (*COLLECTIVES, *UNCOUNTED) for eqn in equations):
-        return True
-    return any(jaxpr_communicates(child) for eqn in equations for child in inner_jaxprs(eqn.params))
+    return has_primitive(closed, lambda name: name in (*COLLECTIVES, *UNCOUNTED))
 
 
 def _read_jaxpr(jaxpr: Any, axis_sizes: dict[str, int], outside: str | None) -> Program:
@@ -120,3 +117,11 @@ def inner_jaxprs(params: dict[str, Any]) -> list[Any]:
     """Returns the programs inside an equation's parameters."""
     values = [v for value in params.values() for v in (value if isinstance(value, tuple | list) else (value,))]
     return [inner_jaxpr(v) for v in values if hasattr(v, "eqns")]
+
+
+def has_primitive(jaxpr: Any, is_one: Callable[[str], bool]) -> bool:
+    """Returns whether a program, or one inside it, has a primitive whose name is such a one."""
+    return any(
+        is_one(eqn.primitive.name) or any(has_primitive(child, is_one) for child in inner_jaxprs(eqn.params))
+        for eqn in inner_jaxpr(jaxpr).eqns
+    )

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr
 
-from jaxcomm.accounting.jaxpr import COLLECTIVES, inner_jaxpr, inner_jaxprs
+from jaxcomm.accounting.jaxpr import COLLECTIVES, has_primitive, inner_jaxprs
 from jaxcomm.collectives.axis import AxisName, axis_names, check_workers
 from jaxcomm.kernels.platforms import in_memory
 from jaxcomm.types import PyTree
@@ -81,12 +81,7 @@ def _run(eqn: Any, args: list[Any]) -> list[Any]:
 
 def _communicates(eqn: Any) -> bool:
     """Returns whether a program inside an equation uses a collective, or the worker's index."""
-    inner = [inner_jaxpr(child) for child in inner_jaxprs(eqn.params)]
-    return any(
-        sub_jaxpr.primitive.name in _ON_THE_SPOT or _communicates(sub_jaxpr)
-        for child in inner
-        for sub_jaxpr in child.eqns
-    )
+    return any(has_primitive(child, lambda name: name in _ON_THE_SPOT) for child in inner_jaxprs(eqn.params))
 
 
 def _as_tuple(closed: ClosedJaxpr, *args: Any) -> tuple[Any, ...]:
