@@ -101,18 +101,13 @@ def check_transformation(name: str, tx: object) -> None:
         raise ValueError(f"{name} must be a transformation, with init and update; got {kind}. {remedy}.")
 
 
-_SPARSITY = number(
+SPARSITY = number(
     "at least 0 and below 1 (the fraction of coordinates that is not sent)",
     lambda value: 0 <= value < 1,
     "Use 0.99 to send 1%, or plump_dp to send everything",
 )
-Sparsity = Annotated[float, _SPARSITY]
+Sparsity = Annotated[float, SPARSITY]
 DenseBelow = Annotated[int, count(0, "0 compresses every tensor")]  # elements
-
-
-def check_sparsity(sparsity: float) -> None:
-    """Checks the fraction of coordinates that is not sent."""
-    _SPARSITY.check("sparsity", sparsity)
 
 
 def check_count(name: str, value: int, minimum: int, remedy: str) -> None:

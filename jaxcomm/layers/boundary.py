@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxcomm.checks import check_range, check_sparsity
+from jaxcomm.checks import SPARSITY, check_range
 from jaxcomm.codecs.tiles import Tiles
 from jaxcomm.codecs.values import VALUE_DTYPES, ValueCodec, value_codec
 from jaxcomm.collectives.axis import AxisName, axis_size
@@ -38,7 +38,7 @@ class Boundary:
     value_dtype: Any = None
 
     def __post_init__(self) -> None:
-        check_sparsity(self.sparsity)
+        SPARSITY.check("sparsity", self.sparsity)
         if self.value_dtype is not None:
             _codec_of(self.value_dtype)
 
