@@ -13,7 +13,7 @@ from jaxcomm.checks import Sparsity, count, number
 from jaxcomm.exchange import Exchanged, ExchangeState, Gradient, keep_unless, own_row, transformation, with_due
 from jaxcomm.kernels.platforms import by_platform
 from jaxcomm.layout import Layout
-from jaxcomm.methods.sparse import SparseExchange, drain
+from jaxcomm.methods.sparse import SparseExchange, exchange_densely
 from jaxcomm.selectors import Selected, draw_start, select_threshold, select_with_ties
 from jaxcomm.selectors.topk import dropped
 from jaxcomm.types import Params, PerWorker
@@ -111,7 +111,7 @@ class DctDp(SparseExchange):
     def average(self, gradient: Gradient, state: ExchangeState) -> tuple[Exchanged, Thresholds]:
         layout, vector, step, old = gradient.layout, gradient.accumulated(), state.step, state.memory
         if not layout.sizes:
-            return drain(gradient, vector, self.axis_name), old
+            return exchange_densely(gradient, vector, self.axis_name), old
         refresh = old.due | (step % self.life_span == 0)
         if self.early:
             refresh |= (step < self.life_span) & (step & (step - 1) == 0)  # 0, 1, 2, 4, 8, ...
@@ -137,7 +137,7 @@ class DctDp(SparseExchange):
             return out, reduced.overfull
 
         def dense() -> tuple[Exchanged, jax.Array]:
-            out = drain(gradient, vector, self.axis_name)
+            out = exchange_densely(gradient, vector, self.axis_name)
             return out, out.ok & jnp.asarray(False)  # marked as varying, like `overfull` in `sparse`
 
         if self.drain_every is None:

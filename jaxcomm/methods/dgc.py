@@ -10,7 +10,7 @@ from jaxcomm.checks import Sparsity
 from jaxcomm.exchange import Exchanged, ExchangeState, Gradient, transformation
 from jaxcomm.layout import Layout
 from jaxcomm.methods.momentum import MomentumCorrection
-from jaxcomm.methods.sparse import SparseExchange, drain, exchange_densely
+from jaxcomm.methods.sparse import SparseExchange, exchange_densely
 from jaxcomm.selectors import Selected, draw_start, select_topk
 from jaxcomm.selectors.topk import n_kept
 from jaxcomm.types import Params, PerWorker
@@ -64,11 +64,11 @@ class Dgc(MomentumCorrection, SparseExchange):
             return out, self.masked(velocity.flat, reduced.sent.position, reduced.sent.filled)
 
         def warm_up(selected: Selected) -> tuple[Exchanged, jax.Array]:
-            out = exchange_densely(gradient, vector, selected.words, self.axis_name)
+            out = exchange_densely(gradient, vector, self.axis_name, selected.words)
             return out, self.masked_by(velocity.flat, selected.words)
 
         if not layout.sizes:
-            out, flat = drain(gradient, vector, self.axis_name), velocity.flat
+            out, flat = exchange_densely(gradient, vector, self.axis_name), velocity.flat
         elif self.warmup_steps == 0:
             out, flat = sparse(select_topk(vector, layout))
         else:

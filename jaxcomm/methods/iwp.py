@@ -21,7 +21,7 @@ from jaxcomm.kernels.vectors import Stored
 from jaxcomm.layout import Layout
 from jaxcomm.methods.momentum import MomentumCorrection
 from jaxcomm.methods.shared import SharedExchange
-from jaxcomm.methods.sparse import drain, exchange_densely
+from jaxcomm.methods.sparse import exchange_densely
 from jaxcomm.selectors import compact, draw_start, select_with_ties
 from jaxcomm.selectors.importance import importance, select_important, spread
 from jaxcomm.types import Params, PerWorker
@@ -153,11 +153,11 @@ class Iwp(MomentumCorrection, SharedExchange):
             return out, self.masked(velocity.flat, *selection.slots)
 
         def densely() -> tuple[Exchanged, jax.Array]:
-            out = exchange_densely(gradient, vector, mask, self.axis_name)
+            out = exchange_densely(gradient, vector, self.axis_name, mask)
             return out, self.masked_by(velocity.flat, mask)
 
         if not layout.sizes:
-            out, flat = drain(gradient, vector, self.axis_name), velocity.flat
+            out, flat = exchange_densely(gradient, vector, self.axis_name), velocity.flat
         elif self.warmup_steps:
             out, flat = lax.cond(step < self.warmup_steps, densely, compactly)
         else:

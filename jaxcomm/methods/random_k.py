@@ -14,7 +14,7 @@ from jaxcomm.kernels import noise
 from jaxcomm.kernels.vectors import computed_end_to_end
 from jaxcomm.layout import Layout
 from jaxcomm.methods.shared import SharedExchange
-from jaxcomm.methods.sparse import drain
+from jaxcomm.methods.sparse import exchange_densely
 from jaxcomm.selectors.strata import select_strata
 from jaxcomm.selectors.topk import n_kept
 
@@ -52,7 +52,7 @@ class RandomK(SharedExchange):
     def average(self, gradient: Gradient, state: ExchangeState) -> tuple[Exchanged, Any]:
         vector = gradient.accumulated()
         if not gradient.layout.sizes:
-            return drain(gradient, vector, self.axis_name), state.memory
+            return exchange_densely(gradient, vector, self.axis_name), state.memory
         slots = select_strata(noise.make_key(self.seed, state.step), gradient.layout)
         return self.send(gradient, vector, slots), state.memory
 

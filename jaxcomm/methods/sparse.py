@@ -87,7 +87,7 @@ class SparseExchange(Exchange):
     def average(self, gradient: Gradient, state: ExchangeState) -> tuple[Exchanged, Any]:
         vector = gradient.accumulated()
         if not gradient.layout.sizes:
-            return drain(gradient, vector, self.axis_name), state.memory
+            return exchange_densely(gradient, vector, self.axis_name), state.memory
         return self.send(gradient, vector, *self.choose(gradient, vector, state.step))[0], state.memory
 
     def choose(self, gradient: Gradient, vector: Accumulated, step: jax.Array) -> tuple[Selected, jax.Array]:
@@ -150,12 +150,9 @@ class SparseExchange(Exchange):
         return Exchanged(zeros_unless(ok, means), residual, ExchangeMetrics.of(ok, *reduced.counts)), reduced
 
 
-def drain(gradient: Gradient, vector: Accumulated, axis_name: str) -> Exchanged:
-    """Sends everything densely, and so empties the residual: 2 (K-1)/K * 4 bytes a parameter."""
-    return exchange_densely(gradient, vector, None, axis_name)
-
-
-def exchange_densely(gradient: Gradient, vector: Accumulated, mask: jax.Array | None, axis_name: str) -> Exchanged:
+def exchange_densely(
+    gradient: Gradient, vector: Accumulated, axis_name: str, mask: jax.Array | None = None
+) -> Exchanged:
     """Sends the coordinates in the mask by one dense all-reduce of float32: 2 (K-1)/K * 4 bytes a parameter.
 
     For masks that are too dense to be worth coding. Nothing is rounded; coordinates outside the mask stay in the
@@ -164,8 +161,8 @@ def exchange_densely(gradient: Gradient, vector: Accumulated, mask: jax.Array | 
     Args:
       gradient: the worker's gradient; only its dense leaves are read.
       vector: gradient + residual of the compressed leaves.
-      mask: (n/32,) uint32; None sends everything, and counts as drained.
       axis_name: the axis of workers.
+      mask: (n/32,) uint32; None sends everything, which empties the residual and counts as drained.
     """
     layout, x = gradient.layout, vector.sum()
     sends = x if mask is None else jnp.where(unpack(mask), x, 0.0)
