@@ -294,18 +294,12 @@ def plan_shards(
       axis_name: the axis of workers, or the axes.
 
     Raises:
-      ValueError: if the mesh lacks an axis of workers; for specs whose tree does not match the parameters, that name
-        axes the mesh lacks, that have some of the workers' axes but not all, or that do not divide a dimension; for a
-        chain as in `split_chain`; with sharded parameters, for a chain that looks at whole tensors before or in the
-        exchange; and where gradients bypass the exchange, for momentum in it, or a local method.
+      ValueError: for specs whose tree does not match the parameters, that name axes the mesh lacks, that have some of
+        the workers' axes but not all, or that do not divide a dimension; for a chain as in `split_chain`; with sharded
+        parameters, for a chain that looks at whole tensors before or in the exchange; and where gradients bypass the
+        exchange, for momentum in it, or a local method.
     """
     names = axis_names(axis_name)
-    gaps = [name for name in names if name not in mesh.axis_names]
-    if gaps:
-        raise ValueError(
-            f"axis_name must be an axis of the mesh; got {gaps[0]!r} and a mesh with {mesh.axis_names}. Make it "
-            f"with make_mesh({gaps[0]}=...), or pass axis_name=."
-        )
     parts: tuple[list[P], list[P]] = [], []
     for (path, leaf), spec in zip(jax.tree_util.tree_leaves_with_path(params), _flat_specs(specs, params), strict=True):
         _check_spec(jax.tree_util.keystr(path), tuple(jnp.shape(leaf)), spec, mesh, names)

@@ -176,11 +176,6 @@ def test_chains_without_slices():
 @pytest.mark.parametrize(
     ("specs", "axis_name", "message"),
     [
-        (
-            P(),
-            "workers",
-            r"got 'workers' and a mesh with \('slice', 'data', 'model'\). Make it with make_mesh",
-        ),
         ({"copy": P()}, "data", "must be a tree like that of the parameters, or a prefix of it; got another one"),
         ({**SPECS, "copy": "data"}, "data", r"must be a jax.sharding.PartitionSpec; got 'data'"),
         ({**SPECS, "copy": P("pipe")}, "data", r"got P.*'pipe',?\) for .*'copy'.* on a mesh with"),
