@@ -66,12 +66,6 @@ class StackedParams:
                 rows[n][stage] = math.prod(shape)
         return {f"[{n}]": tuple(row) for n, row in enumerate(rows)}
 
-    @property
-    def padding(self) -> int:
-        """The number of elements of padding, over all stages."""
-        room = len(self.stages) * sum(math.prod(shape) for shape in self.shapes)
-        return room - sum(math.prod(shape) for shapes in self.tensors for shape in shapes)
-
 
 def plan_stacked(trees: Sequence[Any]) -> StackedParams:
     """Plans the slots of stages from their trees of arrays or `jax.ShapeDtypeStruct`s."""
