@@ -124,10 +124,11 @@ class _Collectives:
                 if chain.groups() in self._chains:
                     return
                 self._chains.add(chain.groups())
-            traffic = _traffic(op, match.group("shape"), _group_size(tail, self._devices, line))
+            size, axes, groups = _groups(tail, self._devices, line)
+            traffic = _traffic(op, match.group("shape"), size)
             if kind == "collective-permute":
                 traffic = replace(traffic, pairs=_pairs(tail))
-            axes = _axes(tail, traffic, self._devices, self._mesh) if self._mesh else ()
+            axes = (axes or _differing(groups, self._mesh)) if self._mesh else ()
             program.always.append(replace(traffic, axes=axes))
         elif op == "while":
             body = self.of(_match_one(BODY, tail, line))
@@ -355,49 +356,29 @@ def _pairs(tail: str) -> tuple[tuple[int, int], ...]:
     return tuple((int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)", listed.group(1))) if listed else ()
 
 
-def _group_size(tail: str, devices: int, line: str) -> int:
-    """Returns the number of devices in a group of a collective, from any of XLA's notations."""
-    if re.search(r"source_target_pairs=\{\{", tail):
-        return devices
-    listed = re.search(r"replica_groups=\{\{([\d,]*)\}", tail)
-    if listed:
-        return len(listed.group(1).split(","))
-    iota = re.search(r"replica_groups=\[(\d+),(\d+)\]<=", tail)
-    if iota:
-        return int(iota.group(2))
-    # In jax 0.10 the order of the devices may come in between: mesh[...], device_ids=([2,2]T(1,0)) {...}.
-    mesh = re.search(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(.*?\))?\s*\{([^}]*)\}", tail)
-    if mesh:
-        sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh.group(1))}
-        axes = re.findall(r"'([^']+)'", mesh.group(2))
-        if axes and all(axis in sizes for axis in axes) and ":" not in mesh.group(2):
-            return math.prod(sizes[axis] for axis in axes)
-    if re.search(r"replica_groups=\{\}", tail):
-        return devices
-    raise ValueError(f"The groups of a collective must be in a known notation; got: {line.strip()[:300]}")
-
-
-def _axes(tail: str, traffic: Traffic, devices: int, mesh: Mesh) -> tuple[str, ...]:
-    """Returns the axes of the mesh along which the devices of a collective differ.
+def _groups(tail: str, devices: int, line: str) -> tuple[int, tuple[str, ...], list[tuple[int, ...]]]:
+    """Returns the size of a collective's groups, and either their axes or the devices of one, from any XLA notation.
 
     A program numbers its devices in the order of the mesh, the last axis fastest.
     """
-    axes_match = re.search(r"replica_groups=mesh\[[^\]]*\](?:, device_ids=\(.*?\))?\s*\{([^}]*)\}", tail)
-    if axes_match:
-        return tuple(re.findall(r"'([^']+)'", axes_match.group(1)))
-    listed = re.search(r"replica_groups=\{\{([\d,]*)\}", tail)
-    iota = re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", tail)
-    if traffic.pairs is not None:
-        groups = [pair for pair in traffic.pairs if pair[0] != pair[1]]
-    elif listed:
-        groups = [tuple(int(device) for device in listed.group(1).split(","))]
-    elif iota:
+    if pairs := _pairs(tail):
+        return devices, (), [pair for pair in pairs if pair[0] != pair[1]]
+    if listed := re.search(r"replica_groups=\{\{([\d,]*)\}", tail):
+        group = tuple(int(device) for device in listed[1].split(","))
+        return len(group), (), [group]
+    if iota := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", tail):
         shape, order = ([int(n) for n in part.split(",")] if part else None for part in iota.group(3, 4))
         numbers = np.arange(math.prod(shape or ())).reshape(shape).transpose(order)
-        groups = [tuple(int(n) for n in numbers.reshape(int(iota.group(1)), -1)[0])]
-    else:
-        groups = [tuple(range(devices))]
-    return _differing(groups, mesh)
+        return int(iota[2]), (), [tuple(int(n) for n in numbers.reshape(int(iota[1]), -1)[0])]
+    # In jax 0.10 the order of the devices may come in between: mesh[...], device_ids=([2,2]T(1,0)) {...}.
+    if mesh := re.search(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(.*?\))?\s*\{([^}]*)\}", tail):
+        sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh[1])}
+        axes = tuple(re.findall(r"'([^']+)'", mesh[2]))
+        if axes and all(axis in sizes for axis in axes) and ":" not in mesh[2]:
+            return math.prod(sizes[axis] for axis in axes), axes, []
+    if "replica_groups={}" in tail:
+        return devices, (), [tuple(range(devices))]
+    raise ValueError(f"The groups of a collective must be in a known notation; got: {line.strip()[:300]}")
 
 
 def _differing(groups: Sequence[tuple[int, ...]], mesh: Mesh) -> tuple[str, ...]:
