@@ -181,11 +181,8 @@ def _accumulated(composed: optax.GradientTransformationExtraArgs, count: int) ->
         if is_placeholder(params):
             return AccumulatedState(_NOT_OF_PARAMS, _NOT_OF_PARAMS, inner, _NOT_OF_PARAMS, count)
         exchange = get_exchange(inner)
-        if exchange.method.period is not None:
-            raise ValueError(
-                f"accumulate must be 1 for {exchange.method.name}, which exchanges once in several steps by itself; "
-                f"got {count}. Pass it more steps."
-            )
+        rule = f"1 for {exchange.method.name}, which exchanges once in several steps by itself"
+        check_range("accumulate", count, rule, exchange.method.period is None, "Pass it more steps")
         zeros = jax.tree.map(lambda leaf: jnp.zeros((1, *jnp.shape(leaf)), wide_type(jnp.result_type(leaf))), params)
         step = jnp.zeros((), jnp.int32)
         rows = PerWorker(zeros, exchange.method.axes)
@@ -232,13 +229,10 @@ def _delayed(composed: optax.GradientTransformationExtraArgs) -> optax.GradientT
             return DelayedState(inner, _NOT_OF_PARAMS)
         exchange = get_exchange(inner)
         name = exchange.method.name
-        if exchange.method.period is not None:
-            raise ValueError(f"delay must be 0 for {name}, whose workers train on their own; got 1. Leave it out.")
-        if lets_bypass(exchange):
-            raise ValueError(
-                f"delay must be 0 where gradients bypass {name}, and are applied in their own step; got 1. Leave delay "
-                "out, or where=."
-            )
+        rule = f"0 for {name}, whose workers train on their own"
+        check_range("delay", 1, rule, exchange.method.period is None, "Leave it out")
+        rule = f"0 where gradients bypass {name}, and are applied in their own step"
+        check_range("delay", 1, rule, not lets_bypass(exchange), "Leave delay out, or where=")
         zeros = jax.tree.map(lambda leaf: jnp.zeros((1, *jnp.shape(leaf)), jnp.result_type(leaf)), params)
         return DelayedState(inner, PerWorker(zeros, exchange.method.axes))
 
@@ -306,16 +300,10 @@ def split_chain(
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), params)
     state = jax.eval_shape(in_axes_of_workers(tx.init, sizes, axis_name), shapes)
     exchange, links = get_exchange(state), getattr(tx, "links", (tx,))
-    if isinstance(state, AccumulatedState):
-        raise ValueError(
-            f"accumulate must be 1 in a chain that is split at its exchange; got {getattr(tx, 'accumulate', None)}. "
-            "Pass accumulate= to make_train_step."
-        )
-    if isinstance(state, DelayedState):
-        raise ValueError(
-            "delay must be 0 in a chain that is split at its exchange, of a step with shards or stages; got 1. Leave "
-            "it out."
-        )
+    rule, is_one = "1 in a chain that is split at its exchange", not isinstance(state, AccumulatedState)
+    check_range("accumulate", getattr(tx, "accumulate", None), rule, is_one, "Pass accumulate= to make_train_step")
+    rule = "0 in a chain that is split at its exchange, of a step with shards or stages"
+    check_range("delay", 1, rule, not isinstance(state, DelayedState), "Leave it out")
     check_chain(tx, state, params)
     states = state if len(links) > 1 or isinstance(tx, Chain) else (state,)
     if not any(is_exchange_state(node) for node in states):

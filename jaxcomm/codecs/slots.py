@@ -2,6 +2,7 @@
 
 from typing import Literal, get_args
 
+from jaxcomm.checks import check_range
 from jaxcomm.codecs.bins import BinCodec
 from jaxcomm.codecs.values import VALUE_DTYPES, ValueCodec, value_codec
 
@@ -17,9 +18,6 @@ def slot_codec(name: str) -> SlotCodec:
     """
     if name in VALUE_DTYPES:
         return value_codec(name)
-    if name not in get_args(SlotDtype):
-        raise ValueError(
-            f"value_dtype must be one of {', '.join(get_args(SlotDtype))}; got {name!r}. Pass value_dtype='bfloat16', "
-            "say."
-        )
+    rule = f"one of {', '.join(get_args(SlotDtype))}"
+    check_range("value_dtype", name, rule, name in get_args(SlotDtype), "Pass value_dtype='bfloat16', say")
     return BinCodec(int(name[0]))

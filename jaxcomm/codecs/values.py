@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxcomm.checks import check_range
 from jaxcomm.kernels.bits import WORD
 from jaxcomm.layout import Layout
 
@@ -88,9 +89,6 @@ def value_codec(dtype: Any) -> ValueCodec:
       ValueError: if the dtype is neither float32 nor bfloat16.
     """
     name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
-    if name not in VALUE_DTYPES:
-        raise ValueError(
-            f"value_dtype must be one of {', '.join(VALUE_DTYPES)}; got {name!r}. Pass value_dtype='bfloat16' or "
-            "'float32'."
-        )
+    rule, remedy = f"one of {', '.join(VALUE_DTYPES)}", "Pass value_dtype='bfloat16' or 'float32'"
+    check_range("value_dtype", name, rule, name in VALUE_DTYPES, remedy)
     return ValueCodec(jnp.dtype(name))

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxcomm.accounting.jaxpr import jaxpr_program
 from jaxcomm.chain import FROZEN
-from jaxcomm.checks import check_count
+from jaxcomm.checks import check_count, check_range
 from jaxcomm.collectives.axis import on_step_mesh
 from jaxcomm.exchange import SCOPE, exchange_states, lets_bypass
 from jaxcomm.foreign import nnx
@@ -123,11 +123,8 @@ class DataParallel:
 
     def _take(self, state: dict[str, Any], batch: dict[str, Any], run: Callable[..., Any]) -> "Out":
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((state, batch))):
-            if self._every is not None:
-                raise ValueError(
-                    f"check_every must be None inside jax.jit, which cannot report; got {self._every}. Call the step "
-                    "as it is: it is compiled."
-                )
+            rule, remedy = "None inside jax.jit, which cannot report", "Call the step as it is: it is compiled"
+            check_range("check_every", self._every, rule, self._every is None, remedy)
             return self._on_mesh(Packed.of(state, nnx.sharing(state)), Packed.of(batch)).tree()
         packed = Packed.of(state, nnx.sharing(state))
         if not all(id(leaf) in self._returned for leaf in packed.arrays):  # else it is placed already

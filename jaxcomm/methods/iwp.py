@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomm.checks import Rule, count, number, one_of, positive
+from jaxcomm.checks import Rule, check_range, count, number, one_of, positive
 from jaxcomm.collectives import axis_size
 from jaxcomm.collectives.axis import to_varying
 from jaxcomm.collectives.masks import MASK_CODECS, MaskUnion
@@ -175,10 +175,8 @@ class Iwp(MomentumCorrection, SharedExchange):
           received the masks as they were sent, () bool.
         """
         workers = axis_size(self.axis_name)
-        if self.publishers > workers:
-            raise ValueError(
-                f"publishers must be at most the number of workers, {workers}; got {self.publishers}. Pass fewer."
-            )
+        rule = f"at most the number of workers, {workers}"
+        check_range("publishers", self.publishers, rule, self.publishers <= workers, "Pass fewer")
         publishers = draw_publishers(self.seed, step, workers, self.publishers, len(layout.sizes))
         is_own = publishers == lax.axis_index(self.axis_name)  # (S, r)
         mask = self.local_mask(vector, weights, step, layout)

@@ -111,11 +111,11 @@ class SlimDp(LocalExchange):
         alpha, beta = self.alpha, self.beta
         holds = isinstance(beta, Real) and 0 <= beta <= alpha
         check_range("beta", beta, f"at least 0 and at most alpha ({alpha})", holds, "alpha / 2 is what the paper uses")
-        if alpha == 1 and self.server_rate is not None:
-            raise ValueError(
-                "server_rate must be None for slim_dp(alpha=1), which is Plump-DP and averages; got "
-                f"{self.server_rate}. Leave it out, or use local_sgd with an outer optimizer."
-            )
+        rule = "None for slim_dp(alpha=1), which is Plump-DP and averages"
+        holds = alpha != 1 or self.server_rate is None
+        check_range(
+            "server_rate", self.server_rate, rule, holds, "Leave it out, or use local_sgd with an outer optimizer"
+        )
 
     def transform(self) -> optax.GradientTransformation:
         if self.alpha < 1:

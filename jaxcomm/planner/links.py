@@ -178,8 +178,7 @@ def bits_per_second(rate: str, name: str = "--rate") -> float:
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", rate)
     bits = float(match[1]) * _UNITS[match[2]] if match else 0.0
-    if bits <= 0:
-        raise ValueError(f"{name} must be a positive number with its unit; got {rate!r}. Write 100mbit, say.")
+    check_range(name, rate, "a positive number with its unit", bits > 0, "Write 100mbit, say")
     return bits
 
 

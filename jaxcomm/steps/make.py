@@ -6,6 +6,7 @@ import jax
 import optax
 from jax.sharding import Mesh
 
+from jaxcomm.checks import check_range
 from jaxcomm.collectives.axis import AxisName, axis_names
 from jaxcomm.exchange import axis_name_of
 from jaxcomm.steps.engine import WorkerUpdate
@@ -169,16 +170,11 @@ def make_train_step(
                 "specs, auto, lookups, has_aux, has_state, accumulate and rng must not be given with a Pipeline, which "
                 "has its own; got some of them. Pass micro_batches= and the rest to the Pipeline."
             )
-        if max is not None:
-            raise ValueError(
-                f"max must be None with a Pipeline, which adds up its micro-batches; got {max!r}. Return a mean, or a "
-                "sum for sum=."
-            )
-        if batch_axis != 0:
-            raise ValueError(
-                f"batch_axis must be 0 with a Pipeline, whose micro-batches are rows of every array; got {batch_axis}. "
-                "Put the rows first, and repeat for every row what has none."
-            )
+        rule = "None with a Pipeline, which adds up its micro-batches"
+        check_range("max", max, rule, max is None, "Return a mean, or a sum for sum=")
+        rule = "0 with a Pipeline, whose micro-batches are rows of every array"
+        remedy = "Put the rows first, and repeat for every row what has none"
+        check_range("batch_axis", batch_axis, rule, batch_axis == 0, remedy)
         return pipeline_step(loss_fn, tx, mesh, settings)
     if lookups and specs is None:
         raise ValueError("lookups must go with specs=, which say how the tables are sharded; got no specs=. Give both.")
@@ -225,16 +221,11 @@ def _replicated_step(loss_fn: LossFn, placement: Replicated | Simulated, setting
 
 def _sharded_step(loss_fn: LossFn, placement: Sharded, settings: StepSettings) -> TrainStep:
     """Every worker has shards of the model on its devices, or shares them with the others."""
-    if settings.accumulate > 1 and placement.is_explicit:
-        raise ValueError(
-            f"accumulate must be 1 on a mesh of Explicit axes, where a loss gets all rows; got {settings.accumulate}. "
-            "Make the mesh with jaxcomm.make_mesh, or jax.make_mesh(..., axis_types=(AxisType.Auto, ...))."
-        )
-    if settings.accumulate > 1 and placement.lookups:
-        raise ValueError(
-            "accumulate must be 1 with lookups, which take the rows of a whole batch; got "
-            f"{settings.accumulate}. Leave one of them out."
-        )
+    count, rule = settings.accumulate, "1 on a mesh of Explicit axes, where a loss gets all rows"
+    remedy = "Make the mesh with jaxcomm.make_mesh, or jax.make_mesh(..., axis_types=(AxisType.Auto, ...))"
+    check_range("accumulate", count, rule, count <= 1 or not placement.is_explicit, remedy)
+    rule = "1 with lookups, which take the rows of a whole batch"
+    check_range("accumulate", count, rule, count <= 1 or not placement.lookups, "Leave one of them out")
     loss = settings.loss(loss_fn, tuple(placement.lookups))
     if placement.is_explicit:
         gradients = ByCompiler(loss, placement.mesh)

@@ -74,10 +74,8 @@ class Pipeline:
                     "for a stage without."
                 )
             object.__setattr__(self, name, None if trees is None else [_shapes(tree) for tree in trees])
-        if self.micro_batches < 1:
-            raise ValueError(
-                f"micro_batches must be at least 1; got {self.micro_batches}. 1 is the whole batch at once."
-            )
+        count = self.micro_batches
+        check_range("micro_batches", count, "at least 1", count >= 1, "1 is the whole batch at once")
         holds = self.schedule in ("gpipe", "1f1b")
         check_range("schedule", self.schedule, "gpipe or 1f1b", holds, "1f1b keeps the inputs of fewer micro-batches")
         cuts = len(self.stages) - 1
