@@ -238,7 +238,7 @@ def train_each(
             print(job.late)
         with Bar(display_name(name), experiment.steps, shows=shows) as bar:
             outcome = train(setting, method, processes, bar, job, doing, goodput)
-        ends.append((outcome.summary, job.report))
+        ends.append((outcome.summary, outcome.report))
         curves[display_name(name)] = outcome.evaluations
         if not outcome.finished:
             if shows:

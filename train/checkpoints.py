@@ -92,6 +92,12 @@ class Checkpoints:
         """Returns the step of the newest checkpoint, None if there is none."""
         return self._manager.latest_step()
 
+    def about(self) -> dict[str, Any]:
+        """Returns what the newest checkpoint was saved with; {} if there is none, or it cannot be read."""
+        with contextlib.suppress(Exception):  # `newest` says why
+            return self._manager.restore(self.last(), args=ocp.args.Composite(about=ocp.args.JsonRestore()))["about"]
+        return {}
+
     def preempted(self, step: int) -> bool:
         """Returns whether the processes of a run have agreed to stop at this step, because one got SIGTERM."""
         return self._manager.reached_preemption(step)

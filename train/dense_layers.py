@@ -2,7 +2,7 @@
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import jax
@@ -43,13 +43,16 @@ def with_dense(architecture: Architecture, dense: Callable[..., Any]) -> Archite
     return dataclasses.replace(architecture, options={**architecture.options, "dense": dense})
 
 
-def multiply_late(model: Model, experiment: Experiment, method: Method) -> jc.planner.LatePlan:
+def multiply_late(
+    model: Model, experiment: Experiment, method: Method, late: Collection[str] | None = None
+) -> jc.planner.LatePlan:
     """Sets dense layers to multiply late where that moves fewer bytes than the method, or where a plan says so.
 
     Args:
       model: with `LateLinear` for its dense layers; it may be abstract.
       experiment: the fields.
       method: how the other gradients are exchanged.
+      late: the paths of the layers that multiply late, if already decided.
     """
     planned = method.contents if isinstance(method, Planned) else None
     plan = jc.planner.plan_late_multiply(
@@ -58,7 +61,7 @@ def multiply_late(model: Model, experiment: Experiment, method: Method) -> jc.pl
         experiment.workers,
         None if planned else make_exchange(method, momentum=experiment.momentum),
         jnp.dtype(experiment.dtype).itemsize,
-        late=planned.computed("late") if planned else None,
+        late=planned.computed("late") if planned else late,
     )
     for path, layer in _layers(model, LateLinear):
         layer.mode = plan.mode(path)

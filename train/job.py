@@ -1,7 +1,7 @@
 """What a run compiles: the train step, the evaluation, and the state that it starts with."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -75,11 +75,12 @@ def make_job(
     method: Method,
     info: DatasetInfo | None = None,
     devices: Sequence[Any] | None = None,
+    late: Collection[str] | None = None,
 ) -> Job:
     """Makes the model, the optimizer and the functions of a run; `experiment.seed` is used only to trace shapes.
 
     A benchmark may pass the `info` of a dataset that is not there, and the `devices` of the mesh, which may be mere
-    descriptions.
+    descriptions. A run that goes on passes the paths of the layers that multiply `late`.
     """
     info = info or dataset_info(experiment.dataset, experiment.data_dir)
     task = make_task(info, experiment.label_smoothing)
@@ -93,7 +94,7 @@ def make_job(
     axis = ("slice", "data") if experiment.slices > 1 else "data"
     has_shards = experiment.dense_layers == "split" or experiment.embeddings in ("columns", "rows")
     is_sharded = has_shards or experiment.model_parallel * experiment.fsdp > 1
-    make = _pipeline if experiment.stages > 1 else _sharded if is_sharded else _data_parallel
+    make = _pipeline if experiment.stages > 1 else _sharded if is_sharded else partial(_data_parallel, late=late)
     everywhere, by_rows = NamedSharding(mesh, P()), NamedSharding(mesh, P(axis))
     if experiment.fsdp > 1:
         by_rows = NamedSharding(mesh, P(tuple(name for name in ("slice", "data", "fsdp") if name in mesh.shape)))
@@ -156,21 +157,29 @@ class _Parts(NamedTuple):
 
 
 def _data_parallel(
-    experiment: Experiment, method: Method, info: DatasetInfo, task: Task, mesh: Mesh, axis: Any, batch: Any
+    experiment: Experiment,
+    method: Method,
+    info: DatasetInfo,
+    task: Task,
+    mesh: Mesh,
+    axis: Any,
+    batch: Any,
+    *,
+    late: Collection[str] | None,
 ) -> _Parts:
     """Workers that each hold the whole model."""
     del batch
-    late, where, extra_traffic = None, None, ()
+    plan, where, extra_traffic = None, None, ()
     model = _abstract(experiment, info, LateLinear if experiment.dense_layers == "late" else None)
     if experiment.dense_layers == "late":
-        late = multiply_late(model, experiment, method)
-        where, extra_traffic = None if isinstance(method, Planned) else late.exchanges, late.traffic
+        plan = multiply_late(model, experiment, method, late)
+        where, extra_traffic = None if isinstance(method, Planned) else plan.exchanges, plan.traffic
     elif experiment.embeddings == "late":
         where, extra_traffic = is_exchanged, (lookup_traffic(model, experiment),)
     tx = make_chain(experiment, method, where)
     loss_fn = _loss_of(experiment, task, split(model).graph)
     step = jc.make_train_step(loss_fn, tx, mesh, has_state=True, axis_name=axis)
-    return _Parts(step, partial(_first, experiment, info), init=jax.jit(step.init), late=late, beside=extra_traffic)
+    return _Parts(step, partial(_first, experiment, info), init=jax.jit(step.init), late=plan, beside=extra_traffic)
 
 
 def _sharded(

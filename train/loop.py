@@ -60,6 +60,7 @@ class Run:
       evaluations: on the test split, in order.
       losses: of every step since the start or the resume.
       state: the train state.
+      report: the bytes of a step.
       finished: False if it was stopped, by a signal or `stop_after`.
     """
 
@@ -67,6 +68,7 @@ class Run:
     evaluations: list[Evaluation]
     losses: list[float]
     state: jc.state.TrainState
+    report: jc.accounting.WireReport
     finished: bool
 
 
@@ -107,14 +109,17 @@ def train(
     }
     batches = train_batches(experiment.dataset, seed=experiment.seed, augment=experiment.augment, **where)
     tests = eval_batches(experiment.dataset, **where)
-    about = describe(experiment, method) | {"format": STATE_FORMAT}
-    if job.late is not None:  # depends on the number of workers; the state's shapes depend on it
-        about["late"] = [layer.path for layer in job.late.layers if layer.is_late]
-
     name = run_name(method, experiment.boundary, experiment.dense_layers, experiment.embeddings)
     label = display_name(name)
     folder = experiment.out / name
     checkpoints = Checkpoints(folder / "checkpoints")
+    about = describe(experiment, method) | {"format": STATE_FORMAT}
+    if job.late is not None:  # depends on the number of workers, and the state's shapes on it: a run keeps its own
+        about["late"] = [layer.path for layer in job.late.layers if layer.is_late]
+        earlier = checkpoints.about().get("late", about["late"])
+        if earlier != about["late"]:
+            job, about["late"] = make_job(experiment, method, late=earlier), earlier
+            progress.say(f"As when the run began: {job.late}")
     first_step, state = 0, job.start(experiment.seed)
     restored = checkpoints.newest(state, job.step.resize, about, lambda line: progress.say(f"{label}: {line}"))
     if restored is None:
@@ -225,7 +230,7 @@ def train(
         seconds=time.perf_counter() - begin,
     )
     goodput.write()
-    return Run(summary, log.evaluations, log.losses, state, finished=step == experiment.steps)
+    return Run(summary, log.evaluations, log.losses, state, job.report, finished=step == experiment.steps)
 
 
 def check_replicas(job: Job, state: jc.state.TrainState, name: str, step: int, last: int | None) -> None:
