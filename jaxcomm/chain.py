@@ -99,7 +99,7 @@ def chain(*links: optax.GradientTransformation, accumulate: int = 1, delay: int 
         for message in check_chain(transformation, state, trained(params)):
             if message not in warned:
                 warned.add(message)
-                _warn(message)
+                warn(message)
         return state
 
     transformation = Chain(init, composed.update)
@@ -107,7 +107,7 @@ def chain(*links: optax.GradientTransformation, accumulate: int = 1, delay: int 
     return transformation
 
 
-def _warn(message: str) -> None:
+def warn(message: str) -> None:
     """Warns at the line of the user, who may call `init` through a step or another library."""
     frame, level = sys._getframe(1), 2
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:

@@ -46,6 +46,7 @@ class Effects(NamedTuple):
       descends: turns gradients into descent steps: has a learning rate.
       changes: is not the identity.
       mixes: an element of the output depends on other elements of the gradient.
+      couples: it depends on the gradients of other leaves.
       adds: adds what depends neither on gradients nor on parameters: noise.
       stops: lets nothing pass.
     """
@@ -57,6 +58,7 @@ class Effects(NamedTuple):
     descends: frozenset[str]
     changes: frozenset[str]
     mixes: frozenset[str]
+    couples: frozenset[str]
     adds: frozenset[str]
     stops: frozenset[str]
 
@@ -123,12 +125,17 @@ def _effects(
     (out_once, once_state), (twice, _) = run(wave, wave), run(wave, wave, 2.0)
     (huge, huge_state), (_, huger_state) = (run(wave, wave, float(size * _LARGE)) for size in (1, 2))
     (after, _), (shifted_out, _) = run(wave, nothing), run(shifted, shifted, float(_LARGE))
+    first_larger, others_larger = (
+        run(larger, larger, float(_LARGE))[0]
+        for larger in ([3 * x if (i == 0) == is_first else x for i, x in enumerate(wave)] for is_first in (True, False))
+    )
     if not any(out.any() for out in (*out_once, *huge)):  # it may accumulate
         return None
 
     # What of the state follows the gradients of each leaf: floats that are not the same for all sizes.
     bounded: dict[int, list[bool]] = {i: [] for i in range(len(paths))}
     adapts: set[int] = set()
+    is_shared = False  # whether a number of the state follows the gradients of all leaves
     for path, *leaves in zip(state_paths, rest_state, once_state, huge_state, huger_state, strict=True):
         if not jnp.issubdtype(jnp.result_type(leaves[0]), jnp.floating):
             continue
@@ -136,6 +143,7 @@ def _effects(
         if np.allclose(small, large, rtol=1e-3, atol=0):
             continue
         owners = [i for i, leaf in enumerate(paths) if path.endswith(leaf)]
+        is_shared |= not owners
         longest = max((len(paths[i]) for i in owners), default=0)
         owners = [i for i in owners if len(paths[i]) == longest] or list(range(len(paths)))
         follows = np.allclose(large - zero, float(_LARGE) * (small - zero), rtol=1e-3, atol=0)
@@ -167,6 +175,7 @@ def _effects(
         descends=where(lambda i: not np.sum((out_once[i] - rest_out[i]) * wave[i]) >= 0),  # or cannot tell: NaN at rest
         changes=where(lambda i: not np.array_equal(out_once[i], np.float64(_SMALL * wave[i])) or rest_out[i].any()),
         mixes=where(lambda i: shifted_out[i].reshape(-1)[0] != huge[i].reshape(-1)[0]),
+        couples=where(lambda i: is_shared or not np.array_equal(huge[i], (first_larger if i else others_larger)[i])),
         adds=where(lambda i: rest_out[i].any() and np.array_equal(rest2[i], rest_out[i])),
         stops=where(lambda i: not any(out[i].any() for out in (rest_out, out_once, huge))),
     )
@@ -334,7 +343,7 @@ def check_slots(tx: optax.GradientTransformation, slots: PyTree, stages: Sequenc
         for stage, ((tensors, _), slot_of) in enumerate(zip(stages, places, strict=True)):
             if (on_tensors := try_link(link, tensors, len(slot_of))) is None:
                 continue
-            for of_tensors, of_slots in zip(on_tensors, on_slots, strict=True):
+            for of_tensors, of_slots in zip(*(e._replace(couples=()) for e in (on_tensors, on_slots)), strict=True):
                 if differing := [name for name, at in slot_of.items() if (name in of_tensors) != (at in of_slots)]:
                     raise ValueError(
                         "A link of a pipeline's chain must not go by a tensor's name or rank, since stages are stacked "
@@ -342,6 +351,28 @@ def check_slots(tx: optax.GradientTransformation, slots: PyTree, stages: Sequenc
                         f"which would treat {differing[0]!r} of stage {stage} in another way. Leave its mask out, or "
                         "an optimizer of matrices; stages of equal shapes keep their ranks."
                     )
+
+
+def check_stages(tx: optax.GradientTransformation, exchange: ExchangeState, slots: PyTree) -> list[str]:
+    """Returns a warning for each link of a pipeline's chain that looks at the gradients of all tensors at once.
+
+    Args:
+      tx: the chain.
+      exchange: the state of its exchange.
+      slots: the shapes of a stage's slots.
+    """
+    links = [(f"link {i} of the chain", link) for i, link in enumerate(getattr(tx, "links", ()))]
+    links += [] if (outer := getattr(exchange.method, "outer", None)) is None else [("outer", outer)]
+    found = [f"{m.name} with clip=" for m in methods_in(exchange) if m.reads_whole_tensors]
+    for name, link in links:
+        tried = None if isinstance(link, ExchangeTransformation) else try_link(link, [slots, slots])
+        found += [name] if tried is not None and tried.couples else []
+    return [
+        f"A pipeline's chain has for every stage the gradients of that stage alone; got {name}, which looks at those "
+        "of all tensors, as a clip by their norm does: unlike on one device, every stage is treated by its own. Use a "
+        "link that looks at one tensor at a time, such as optax.adaptive_grad_clip."
+        for name in found
+    ]
 
 
 def check_descent(tx: optax.GradientTransformation, state: PyTree, params: Params) -> None:

@@ -501,6 +501,8 @@ def test_clipping_after_ef21():
 def test_trials_have_numbers_in_every_leaf():
     tried = try_link(parts(clip, optax.adam(0.1)), PARAMS)
     assert tried.cuts == tried.mixes == {"['w']"}
+    assert not tried.couples
+    assert try_link(optax.clip_by_global_norm(1.0), PARAMS).couples == {"['b']", "['w']"}
     assert tried.forgets_size == tried.descends == tried.has_momentum == {"['b']"}
     assert tried.changes == {"['b']"}
     assert try_link(decay_w, PARAMS).decays == {"['w']"}

@@ -12,11 +12,12 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxcomm.chain import warn
 from jaxcomm.collectives.axis import AxisName, axis_names, on_step_mesh
 from jaxcomm.collectives.messages import sum_of_few
 from jaxcomm.exchange import get_exchange
 from jaxcomm.kernels.numerics import is_finite_tree
-from jaxcomm.order import check_slots
+from jaxcomm.order import check_slots, check_stages
 from jaxcomm.state import (
     TrainState,
     check_aliases,
@@ -133,7 +134,8 @@ class Staged(WorkerPlacement):
         stacked = (pipeline.param_slots.stack(params), pipeline.state_slots.stack(states))
         stage = jax.eval_shape(lambda: jax.tree.map(lambda slot: slot[0], stacked))
         shapes = self.checked_shapes(stage[0], {"stages": stage[1]})
-        if get_exchange(shapes.opt_state).method.where is not None:
+        exchange = get_exchange(shapes.opt_state)
+        if exchange.method.where is not None:
             raise ValueError(
                 "A pipeline must exchange all gradients of a stage, whose stacked parameters have no paths of their "
                 "own and whose layers cannot gather over the workers; got an exchange with where=. Leave it out."
@@ -141,6 +143,8 @@ class Staged(WorkerPlacement):
         slots = pipeline.param_slots
         paths = [jax.tree.map("[{}]".format, numbers) for numbers in slots.stages]
         check_slots(self.tx, stage[0], list(zip(pipeline.params, paths, strict=True)))
+        for message in check_stages(self.tx, exchange, stage[0]) if pipeline.size > 1 else ():
+            warn(message)
         specs = self.specs_of(shapes)
         on_devices = jax.shard_map(device_state, mesh=self.mesh, in_specs=P(STAGE_AXIS), out_specs=specs)
         return jax.jit(on_devices)(*place(stacked, NamedSharding(self.mesh, P(STAGE_AXIS))))

@@ -587,3 +587,40 @@ def test_links_by_name_or_rank(widths, link, is_refused):
         refused(lambda: step.init(stages), "name or rank", "link 1", "of stage 0")
     else:
         step.init(stages)
+
+
+OUTER = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))
+
+
+def scale(params, x, batch):
+    return params["w"] * (batch["x"] if x is None else x)
+
+
+@pytest.mark.parametrize(
+    ("links", "name"),
+    [
+        ((optax.clip_by_global_norm(1.0), jc.plump_dp(), optax.sgd(0.1)), "link 0 of the chain"),
+        ((jc.plump_dp(), optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))), "link 1 of the chain"),
+        ((jc.plump_dp(), optax.contrib.dadapt_adamw(1.0)), "link 1 of the chain"),
+        ((jc.dgc(0.9, momentum=0.5, clip=1.0), optax.sgd(0.1)), "dgc with clip="),
+        ((optax.sgd(0.1), jc.local_sgd(2, exchange=jc.plump_dp(), outer=OUTER)), "outer"),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 2])
+def test_links_that_look_at_all_tensors_warn(links, name, size):
+    """On one device a clip looks at both tensors, and with one stage it does."""
+    stages = [{"w": np.full(3, 2.0, np.float32)} for _ in range(size)]
+    pipeline = jc.Pipeline([scale] * size, lambda x, batch: (jnp.mean(x**2), {}), stages)
+    step = jc.make_train_step(pipeline, jc.chain(*links), jc.make_mesh(data=1, stage=size))
+    if size == 1:
+        step.init(stages)
+    else:
+        with pytest.warns(UserWarning, match=f"of that stage alone; got {name}, which looks at those of all tensors"):
+            step.init(stages)
+
+
+@pytest.mark.parametrize("link", [optax.clip(1.0), optax.adaptive_grad_clip(0.1), optax.lamb(0.1), optax.adamw(0.1)])
+def test_links_that_look_at_a_tensor_at_a_time(link):
+    pipeline, stages = affine_pipeline(4, 4, 4)
+    mesh = jc.make_mesh(data=1, stage=2)
+    jc.make_train_step(pipeline, jc.chain(jc.plump_dp(), link, optax.sgd(0.1)), mesh).init(stages)
