@@ -147,6 +147,7 @@ class Advice:
             )
         if not all(row.measured for row in self.predictions):
             lines.append("~ from the table of costs, not timed here.")
+        lines.append("step: computing and then the exchange, of which nothing overlaps.")
         lines.append("delayed: the step with jaxcomm.chain(..., delay=1), at best; see the guide.")
         return "\n".join([*lines, "", f"verdict: {self.verdict}"])
 
@@ -190,6 +191,8 @@ def without_latency(advice: Advice) -> Advice:
 
 def verdict_of(rows: list[Prediction]) -> tuple[str, str]:
     """Returns the exchange to use, and the reason; `rows` must be sorted, the fastest first."""
+    if not any(row.bytes for row in rows):
+        return ALL_DENSE[0], f"keep dense: {ALL_DENSE[0]}. One worker receives nothing from others, whatever the method."
     best, verdict = _verdict_of_exchanges([row for row in rows if row.every == 1])
     local = rows[0]
     if local.every > 1:

@@ -81,6 +81,12 @@ def test_rapid_by_hand(table):
     assert [row.step for row in advice.predictions] == sorted(row.step for row in advice.predictions)
 
 
+def test_one_worker():
+    advice = estimate(PARAMS, 1, 1e8, latency=0.0)
+    assert advice.best == "plump_dp"
+    assert advice.verdict.startswith("keep dense: plump_dp. One worker receives nothing from others")
+
+
 def test_a_latency_that_is_not_given_is_said(table):
     """By the rings of 4 workers, dense sends 2 * 3 messages one after another, and topk 3."""
     silent, said = rapid(1e8), rapid(1e8, latency=None)
