@@ -192,7 +192,7 @@ def without_latency(advice: Advice) -> Advice:
 def verdict_of(rows: list[Prediction]) -> tuple[str, str]:
     """Returns the exchange to use, and the reason; `rows` must be sorted, the fastest first."""
     if not any(row.bytes for row in rows):
-        return ALL_DENSE[0], f"keep dense: {ALL_DENSE[0]}. One worker receives nothing from others, whatever the method."
+        return ALL_DENSE[0], f"keep dense: {ALL_DENSE[0]}. One worker receives nothing from others, by any method."
     best, verdict = _verdict_of_exchanges([row for row in rows if row.every == 1])
     local = rows[0]
     if local.every > 1:
