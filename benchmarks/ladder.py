@@ -1,7 +1,7 @@
 """A ladder of GPTs: does what compression costs shrink as the model grows?
 
     python -m benchmarks.ladder --data-dir DIR --json docs/data/ladder.json --hours 8
-    python -m benchmarks.ladder --data-dir DIR --compare boundaries --no-alibi --json docs/data/ladder_boundaries.json
+    python -m benchmarks.ladder --data-dir DIR --compare boundaries --json FILE
 
 Width alone grows. Every model is trained once over 20 bytes of the text for each parameter outside of tables and
 logits, by every method. Learning rates are searched on the first two rungs by one rule for all, dense included: with
@@ -112,11 +112,11 @@ class Config:
     compare: Literal["methods", "boundaries"] = "methods"
     """Methods of workers, or boundaries between the three stages of one worker."""
     experiment: str = "gpt_linux"  # The text: gpt_linux, which you prepare, or gpt_stdlib.
-    widths: str = "48,64,80,96"  # Features of a token, of every rung, separated by commas.
+    widths: str = "56,64,80,96"  # Features of a token, of every rung, separated by commas.
     layers: int = 4  # Layers of every model.
-    alibi: bool = True  # Attention falls with the distance, in two heads; if not, places are sines that are added.
+    near: bool = True  # Attention begins near (`models.gpt`); if not, places are sines that are added.
     bytes_per_parameter: float = 20  # Bytes to train on for each parameter outside of tables and logits.
-    rates: str = "0.001,0.002,0.004,0.008,0.016,0.032,0.064"
+    rates: str = "0.0005,0.001,0.002,0.004,0.008,0.016,0.032,0.064,0.128"
     """Peaks of the learning rate at 48 features that may be tried, separated by commas, the first one in the middle: it
     rises over a part of the steps, then falls by a cosine."""
     warm_up: float = 0.1  # The part of the steps in which the learning rate rises.
@@ -190,7 +190,7 @@ def rungs_of(config: Config, length: int) -> list[Rung]:
     """Returns the models, for rows of `length` bytes."""
     rungs = []
     for width in harness.numbers("--widths", config.widths):
-        size = body_size(config.layers, width)
+        size = body_size(config.layers, width, config.near)
         rungs.append(Rung(width, size, round(config.bytes_per_parameter * size / (length * config.batch))))
     return rungs
 
@@ -209,7 +209,7 @@ def settings(config: Config) -> Record:
             f"A run must read no row twice; got {last.steps * config.batch:,} rows for {last.size:,} parameters, of "
             f"{info.num_train:,}. Lower --bytes-per-parameter, or leave out the width {last.width}."
         )
-    names = ("layers", "alibi", "bytes_per_parameter", "warm_up", "batch", "workers", "evaluations")
+    names = ("layers", "near", "bytes_per_parameter", "warm_up", "batch", "workers", "evaluations")
     rows = open_split(dataset, "train", config.data_dir).identity
     about = {"dataset": dataset, **rows, "length": info.length} | {name: getattr(config, name) for name in names}
     return about if config.compare == "methods" else about | {"workers": 1, "stages": STAGES}
@@ -312,7 +312,7 @@ class Ladder:
             steps=rung.steps,
             warm_up=round(self.config.warm_up * rung.steps),
             start=round(entry.start * rung.steps),
-            alibi=self.about["alibi"],
+            near=self.about["near"],
             **cut,
         )
 
@@ -405,7 +405,9 @@ class Ladder:
         """Returns the tables of what is recorded, by title."""
         tables = {}
         for rung in self.rungs[:-1]:
-            rows = [self._sweep(rung, name) for name in self.entries if self._tried(rung, name)]
+            tried = {name: rates for name in self.entries if (rates := self._tried(rung, name))}
+            shown = [rate for rate in self.rates if any(rate in rates for rates in tried.values())]
+            rows = [self._sweep(rung, name, shown) for name in tried]
             if rows:
                 title = f"{rung.size:,} parameters ({rung.width} features), {rung.steps:,} steps: loss by learning rate"
                 tables[title] = rows
@@ -423,9 +425,9 @@ class Ladder:
             tables[title] = [self._outcome(prediction, name) for name in prediction["losses"]]
         return tables
 
-    def _sweep(self, rung: Rung, name: str) -> Record:
+    def _sweep(self, rung: Rung, name: str, rates: Sequence[float]) -> Record:
         row: Record = {"method": self.entries[name].label}
-        for rate in self.rates:
+        for rate in rates:
             losses = self.losses(rung, name, rate)
             spread = f" ({max(losses) - min(losses):.3f})" if len(losses) > 1 else ""
             row[f"{rate:g}"] = f"{statistics.fmean(losses):.3f}{spread}" if losses else None

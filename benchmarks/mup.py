@@ -6,11 +6,11 @@ Hyperparameter Transfer", 2022, table 3. At `BASE` features all factors are 1. W
 | parameters | first values, standard deviation | Adam, signs | Muon |
 | --- | --- | --- | --- |
 | the table of bytes | 0.5 | 1 | 1, by Adam |
-| places, without linear biases of attention | sines of several wavelengths, 0.5 | 1 | 1, by Adam |
+| places, if attention does not begin near | sines of several wavelengths, 0.5 | 1 | 1, by Adam |
 | matrices of the layers | 1 / sqrt(inputs) | 1 / m | 1 / sqrt(m) |
 | of these, the queries' | 1 / sqrt(m inputs) | 1 / (m sqrt(m)) | 1 / m |
 | logits | 1 / (m sqrt(BASE)) | 1 / m | 1 / m, by Adam |
-| biases and normalisations | 0 and 1 | 1 | 1, by Adam |
+| biases and normalisations, token shifts | 0 and 1 | 1 | 1, by Adam |
 | encoders of bottlenecks | see `models.bottleneck` | 1 / m | 1 / sqrt(m) |
 | decoders | the encoder, transposed | 1 | 1 / sqrt(m) |
 | anchors | 0 | 1 | 1, by Adam |
@@ -19,10 +19,11 @@ Adam's update of a matrix has elements of size 1, and its norm grows as m. Muon'
 same size of elements, has a norm that grows as sqrt(m). The number of heads is fixed, and queries shrink with width so
 that the products of queries and keys are divided by the features of a head, not by their root. The last matrices of
 attention and feed-forward parts start smaller by sqrt(2 layers), as in GPT-2. GPT-2's own first values (0.02) are too
-small for a narrow model: attention is uniform at first, and how long it stays so depends on the seed. With linear
-biases of attention (`models.attention.distance_bias`) a head sees the byte before from the first step on. With
-embeddings of places it has to find it. A linear map shifts sines to the place before, which it cannot with random
-places: with them, 553 steps of 16 rows at 48 features end at 2.73 nats instead of 2.45, and seeds differ more.
+small for a narrow model: attention is uniform at first, and how long it stays so depends on the seed. With attention
+that begins near (`models.gpt`), a head sees the byte before from the first step on, and one layer is enough to copy
+what came after an earlier byte like this one. With embeddings of places it has to find these. A linear map shifts sines
+to the place before, which it cannot with random places: with them, 553 steps of 16 rows at 48 features end at 2.73 nats
+instead of 2.45, and seeds differ more.
 """
 
 import math
@@ -165,20 +166,21 @@ def model_of(
     width: int,
     seed: int = 0,
     *,
-    alibi: bool = True,
+    near: bool = True,
     cuts: tuple[int, ...] = (),
     rank: int = 0,
 ) -> Stage:
     """Returns a GPT with the first values of a seed, and with bottlenecks at `cuts` if they have a rank."""
-    options = {"layers": layers, "width": width, "heads": HEADS, "alibi": alibi}
+    options = {"layers": layers, "width": width, "heads": HEADS, "near": near}
     architecture = Architecture("gpt", options, cuts, rank)
     model = split(make_model(architecture, text.info, "float32", seed))
     return model._replace(params=first_values(model.params, width))
 
 
-def body_size(layers: int, width: int) -> int:
+def body_size(layers: int, width: int, near: bool) -> int:
     """Returns the number of parameters without tables and logits."""
     matrices, vectors = 12 * width**2, 13 * width  # of a layer: attention 4, feed-forward 8; biases 9, normalisations 4
+    vectors += near * width  # a token shift
     return layers * (matrices + vectors) + 2 * width
 
 
@@ -225,7 +227,7 @@ class Trainer:
         steps: int,
         warm_up: int,
         start: int = 0,
-        alibi: bool = True,
+        near: bool = True,
         boundary: BoundaryFields = WHOLE,
         stages: int = 1,
     ):
@@ -241,13 +243,13 @@ class Trainer:
           steps: of a run.
           warm_up: the number of steps in which the rate rises, before it falls by a cosine.
           start: the number of steps at the beginning that exchange dense.
-          alibi: of `models.gpt`; if not, places are sines.
+          near: of `models.gpt`; if not, places are sines.
           boundary: between the stages.
           stages: into which the model would be cut: here they run one after another.
         """
         self.text, self.steps, self.start, cuts = text, steps, start, even_cuts(layers + 2, stages)
         method = replace(method, start=start) if start else method
-        self._model = partial(model_of, text, layers, width, alibi=alibi, cuts=cuts, rank=boundary.rank)
+        self._model = partial(model_of, text, layers, width, near=near, cuts=cuts, rank=boundary.rank)
         model, task = self._model(), make_task(text.info, 0.0)
         parts = cut(model, decoders(cuts) if boundary.rank else cuts)
         sends = jc.dct_mp(boundary.sparsity, value_dtype=boundary.value_dtype)

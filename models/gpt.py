@@ -34,7 +34,7 @@ class Gpt(Model):
         layers: int = 8,
         width: int = 256,
         heads: int = 4,
-        alibi: bool = False,
+        near: bool = False,
         dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
@@ -46,16 +46,17 @@ class Gpt(Model):
           layers: number of layers.
           width: features of a token, a multiple of `heads`; four times as many inside the feed-forward parts.
           heads: number of heads of every attention.
-          alibi: whether attention falls with the distance (`models.attention.distance_bias`), instead of embeddings of
-            places; a text may then be longer than `places`.
+          near: whether attention begins near, instead of with embeddings of places: it falls with the distance
+            (`models.attention.distance_bias`), and its keys and values are of a token mixed with the one before
+            (`TokenShift`). A text may then be longer than `places`.
           dtype: the type to compute in; the parameters and the logits are float32.
           rngs: the source of the initial parameters.
         """
         options = {"dtype": dtype, "rngs": rngs}
         self.blocks = nnx.List(
             [
-                Embedding(tokens, None if alibi else places, width, **options),
-                *(Layer(width, heads, layers, alibi, **options) for _ in range(layers)),
+                Embedding(tokens, None if near else places, width, **options),
+                *(Layer(width, heads, layers, near, **options) for _ in range(layers)),
                 Logits(tokens, width, **options),
             ]
         )
@@ -90,10 +91,10 @@ class Embedding(nnx.Module):
 class Layer(nnx.Module):
     """Attention and a feed-forward part."""
 
-    def __init__(self, width: int, heads: int, layers: int, alibi: bool, *, dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(self, width: int, heads: int, layers: int, near: bool, *, dtype: DTypeLike, rngs: nnx.Rngs):
         # The residual sum has 2 * layers terms, so they start smaller the more there are.
         term = nnx.initializers.normal(0.02 / np.sqrt(2 * layers))
-        self.alibi = alibi
+        self.shift = TokenShift(width) if near else None
         self.attention = Attention(width, heads, dtype=dtype, rngs=rngs, kernel_init=_small, out_init=term)
         self.norms = nnx.List(nnx.LayerNorm(width, dtype=dtype, rngs=rngs) for _ in range(2))
         self.expand = linear(width, 4 * width, dtype, rngs, _small)
@@ -103,10 +104,29 @@ class Layer(nnx.Module):
         """Returns (B, places, width)."""
         length = x.shape[1]
         before = jnp.tril(jnp.ones((length, length), bool))
-        bias = distance_bias(length, self.attention.heads) if self.alibi else None
+        bias = None if self.shift is None else distance_bias(length, self.attention.heads)
         y = self.norms[0](x)
-        x = x + self.attention(y, self.attention.keys_values(y), before, bias)
+        memory = y if self.shift is None else self.shift(y)
+        x = x + self.attention(y, self.attention.keys_values(memory), before, bias)
         return x + self.contract(nnx.gelu(self.expand(self.norms[1](x))))
+
+
+class TokenShift(nnx.Module):
+    """Mixes every token with the one before, feature by feature, in equal parts at first.
+
+    An attention that reads these finds what came after an earlier token like this one, which otherwise takes two
+    layers. Source: Peng et al., "RWKV: Reinventing RNNs for the Transformer Era", EMNLP 2023, in which a model without
+    attention reads them.
+    """
+
+    def __init__(self, width: int):
+        self.own = nnx.Param(jnp.zeros(width))  # a logistic function of it is the part of the token itself
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Returns (B, T, width); before the first token are zeros."""
+        own = jax.nn.sigmoid(self.own[...]).astype(x.dtype)
+        before = jnp.pad(x[:, :-1], ((0, 0), (1, 0), (0, 0)))
+        return own * x + (1 - own) * before
 
 
 class Logits(nnx.Module):

@@ -29,7 +29,7 @@ def by_name(tree, names=("table", "expand/kernel", "query/kernel", "dense/kernel
 @pytest.fixture(scope="module")
 def wide():
     """Twice as wide as the base."""
-    return model_of(TEXT, 2, 96, alibi=False).params
+    return model_of(TEXT, 2, 96, near=False).params
 
 
 def test_rates_of_twice_the_width(wide):
@@ -38,7 +38,7 @@ def test_rates_of_twice_the_width(wide):
     assert by_name(rate_factors(wide, 96, "sign")) == pytest.approx(adam, rel=1e-5)
     muon = adam | {"expand": 0.707107, "query": 0.5}
     assert by_name(rate_factors(wide, 96, "muon")) == pytest.approx(muon, rel=1e-5)
-    base = model_of(TEXT, 2, 48, alibi=False).params
+    base = model_of(TEXT, 2, 48, near=False).params
     assert all(factor == 1 for factor in jax.tree.leaves(rate_factors(base, 48, "muon")))
 
 
@@ -54,11 +54,11 @@ def test_first_values_of_twice_the_width(wide):
 
 
 def test_parameters_are_counted():
-    for layers, width, alibi in ((2, 96, False), (1, 8, True)):
-        leaves = jax.tree_util.tree_leaves_with_path(model_of(TEXT, layers, width, alibi=alibi).params)
-        assert any(mup.kind(path) == "places" for path, _ in leaves) != alibi
+    for layers, width, near in ((2, 96, False), (1, 8, True)):
+        leaves = jax.tree_util.tree_leaves_with_path(model_of(TEXT, layers, width, near=near).params)
+        assert any(mup.kind(path) == "places" for path, _ in leaves) != near
         others = sum(leaf.size for path, leaf in leaves if mup.kind(path) in ("table", "places", "logits"))
-        assert body_size(layers, width) == sum(leaf.size for _, leaf in leaves) - others
+        assert body_size(layers, width, near) == sum(leaf.size for _, leaf in leaves) - others
 
 
 def test_rates_of_bottlenecks():

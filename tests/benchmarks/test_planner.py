@@ -41,7 +41,7 @@ def ladder_records():
     """Runs of the first rung at three rates, of which the middle one is best: nats above dense 0.15, 0.2 and 0.25."""
     about = {"length": 256, "batch": 4}
     for name, losses in {"dense": (2.0, 2.1, 2.2), "topk": (2.15, 2.3, 2.45), "powersgd": (2.0,)}.items():
-        key = {"of": "run", "about": about, "width": 48, "method": name, "setting": label(METHODS[name].method)}
+        key = {"of": "run", "about": about, "width": 56, "method": name, "setting": label(METHODS[name].method)}
         trials = [(0.016, seed, loss) for seed, loss in enumerate(losses)] + [(0.008, 0, 3.0), (0.032, 0, 3.0)]
         yield from (key | {"rate": rate, "seed": seed, "loss": loss} for rate, seed, loss in trials)
 
@@ -77,7 +77,7 @@ def test_interval_of_accuracy(tmp_path, monkeypatch):
     }
     (tmp_path / "ladder.json").write_text(json.dumps([*ladder_records()]))
     expected_nats = {"change": 0.2, "low": 0.076, "high": 0.324, "unit": "nats"}
-    on = "a GPT of 113,184 parameters on 2.3 MB of text, 3 seeds"
+    on = "a GPT of 153,776 parameters on 3.1 MB of text, 3 seeds"
     nats = {"topk(0.99)": expected_nats | {"on": on}}
     assert accuracy() == dict.fromkeys(MEASURED, expected) | nats
     assert (Accuracy(**expected).loss, Accuracy(**nats["topk(0.99)"]).loss) == (None, 0.076)

@@ -10,7 +10,7 @@ from models.gpt import Gpt
 from tests.models.twins import TWINS, count, crossing, make
 
 PAPERS = partial(Gpt, 256, 256)
-ALIBI = partial(Gpt, 256, 8, layers=2, width=8, heads=2, alibi=True)
+NEAR = partial(Gpt, 256, 8, layers=2, width=8, heads=2, near=True)
 
 
 def test_parameters():
@@ -40,8 +40,10 @@ def test_what_crosses():
 
 @pytest.mark.parametrize("slopes", [None, (1, 1 / 256)])
 def test_outputs(slopes):
-    """GPT-2's layers in NumPy, one head and one row at a time; with slopes, in place of places."""
-    model = make("gpt") if slopes is None else ALIBI(rngs=nnx.Rngs(0))
+    """GPT-2's layers in NumPy, one head and one row at a time; in place of places, slopes and the token before."""
+    model = make("gpt") if slopes is None else NEAR(rngs=nnx.Rngs(0))
+    for layer in () if slopes is None else model.blocks[1:-1]:
+        layer.shift.own[...] = jnp.linspace(-2.0, 2.0, 8)
     text = TWINS["gpt"][1](2)["text"]
     outputs = np.asarray(model({"text": jnp.asarray(text)}))
 
@@ -58,11 +60,19 @@ def test_outputs(slopes):
         x = x + np.asarray(embedding.places[...]) if slopes is None else x
         for layer in layers:
             y = norm(layer.norms[0], x)
+            read = y
+            if slopes is not None:
+                own = 1 / (1 + np.exp(-np.linspace(-2.0, 2.0, 8)))
+                read = own * y + (1 - own) * np.concatenate([np.zeros((1, 8)), y[:-1]])
             heads = []
             for head in range(2):
                 q, k, v = (
-                    dense(part, y)[:, 4 * head : 4 * head + 4]
-                    for part in (layer.attention.query, layer.attention.key, layer.attention.value)
+                    dense(part, of)[:, 4 * head : 4 * head + 4]
+                    for part, of in (
+                        (layer.attention.query, y),
+                        (layer.attention.key, read),
+                        (layer.attention.value, read),
+                    )
                 )
                 params = np.zeros_like(q)
                 for place in range(len(q)):
@@ -78,8 +88,9 @@ def test_outputs(slopes):
         np.testing.assert_allclose(outputs[row], dense(last.dense, norm(last.norm, x)), rtol=2e-4, atol=2e-4)
 
 
-def test_causality():
-    model, text = make("gpt"), TWINS["gpt"][1](1)["text"]
+@pytest.mark.parametrize("near", [False, True])
+def test_causality(near):
+    model, text = NEAR(rngs=nnx.Rngs(0)) if near else make("gpt"), TWINS["gpt"][1](1)["text"]
     variant = text.copy()
     variant[0, 5] ^= 1
     one, two = (np.asarray(model({"text": jnp.asarray(row)})) for row in (text, variant))
@@ -92,4 +103,4 @@ def test_long_texts():
     with pytest.raises(ValueError, match=r"got 11 of them for 8 places. Make the model with more"):
         make("gpt")({"text": text})
     assert make("gpt")({"text": text[:, :6]}).shape == (1, 5, 256)
-    assert ALIBI(rngs=nnx.Rngs(0))({"text": text}).shape == (1, 11, 256)
+    assert NEAR(rngs=nnx.Rngs(0))({"text": text}).shape == (1, 11, 256)
