@@ -156,6 +156,8 @@ def _effects(
         return frozenset(path for i, path in enumerate(paths) if places[i] in probed and holds(i))
 
     def is_linear(i: int, out: list[np.ndarray], factor: float) -> bool:
+        if out[i].shape != shapes[i]:  # of gradients of each row, which it reduces
+            return True
         return np.allclose(out[i] - rest_out[i], factor * (out_once[i] - rest_out[i]), rtol=1e-3, atol=0)
 
     def cuts(i: int) -> bool:
@@ -513,6 +515,11 @@ def _judge(exchange: ExchangeState, before: list[Effects], after: list[Effects])
                 f"momentum: put optax.add_decayed_weights before {name}."
             )
         forgotten = forgotten | link.forgets_size
+    if any((link.cuts or link.forgets_size) and not link.adds for link in before) and not has_error_feedback(exchange):
+        yield (
+            f"A clip, a norm or a sign before {name} is that of each worker's own gradient, and not of the mean, as on "
+            f"one device: put it after {name}, which leaves nothing for a later step."
+        )
     if any(link.adds for link in before):
         yield _shared_noise(name)
     if any(link.descends for link in before) and has_error_feedback(exchange):

@@ -112,6 +112,10 @@ def injected_sgd(**options):
     return optax.inject_hyperparams(optax.sgd)(learning_rate=optax.linear_schedule(0.0, 1.0, 10), **options)
 
 
+def clip_rows(updates, _):
+    return jax.tree.map(lambda rows: jnp.mean(jnp.clip(rows, -1.0, 1.0), axis=0), updates)
+
+
 schedule = optax.linear_schedule(0.1, 0.0, 100)
 dct, topk, plump = jc.dct_dp(0.9), jc.topk(0.9), jc.plump_dp()
 slim, local, models = jc.slim_dp(), jc.local_sgd(exchange=topk), jc.plump_dp(p=4)
@@ -263,6 +267,7 @@ BY_EFFECT = {
 }
 REFUSED = BY_STATE | BY_EFFECT
 
+OWN = r"before .* is that of each worker's own gradient, and not of the mean, as on one device: put it after"
 NOISE = r"Noise before .* is the same on all workers, .* Put optax.add_noise after .* that of one device"
 RATE = r"A learning rate before .* enters the residual, .*: put it after"
 L2 = r"Weight decay before .* is L2, which the optimizer after it normalises .*: put it after"
@@ -298,6 +303,19 @@ UNUSUAL = {
         chain(optax.stateless(lambda updates, _: jax.tree.map(lambda u: u + noise(u), updates)), plump, sgd),
         NOISE,
         chain(plump, optax.stateless(lambda updates, _: jax.tree.map(lambda u: u + noise(u), updates)), sgd),
+    ),
+    "clip of a worker": (chain(clip, plump, adam), OWN, chain(plump, clip, adam)),
+    "clip by parts": (
+        chain(parts(clip, scale), jc.quant_dp(8), sgd),
+        OWN,
+        chain(jc.quant_dp(8), parts(clip, scale), sgd),
+    ),
+    "signs of a worker": (chain(optax.scale_by_sign(), plump, sgd), OWN, chain(plump, optax.scale_by_sign(), sgd)),
+    "norm of a worker": (chain(optax.normalize_by_update_norm(), plump, sgd), OWN, chain(clip, topk, sgd)),
+    "gradients of each row": (
+        chain(clip, plump, sgd),
+        OWN,
+        chain(optax.stateless(clip_rows), plump, sgd),
     ),
     "L2 and Adam": (chain(decay, plump, adam), L2, chain(plump, optax.adamw(0.1))),
     "L2 and SGD": (chain(decay, dct, optax.rmsprop(0.1)), L2, chain(decay, dct, heavy)),

@@ -599,7 +599,7 @@ def scale(params, x, batch):
 @pytest.mark.parametrize(
     ("links", "name"),
     [
-        ((optax.clip_by_global_norm(1.0), jc.plump_dp(), optax.sgd(0.1)), "link 0 of the chain"),
+        ((optax.clip_by_global_norm(1.0), jc.topk(0.9), optax.sgd(0.1)), "link 0 of the chain"),
         ((jc.plump_dp(), optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))), "link 1 of the chain"),
         ((jc.plump_dp(), optax.contrib.dadapt_adamw(1.0)), "link 1 of the chain"),
         ((jc.dgc(0.9, momentum=0.5, clip=1.0), optax.sgd(0.1)), "dgc with clip="),
