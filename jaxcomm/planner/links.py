@@ -210,8 +210,8 @@ def given_links(rate: float | str | Sequence[float] | Sequence[Sequence[float]],
     links = rates[~np.eye(len(rates), dtype=bool)] if rates.ndim == 2 and len(rates) > 1 else rates
     holds = bool(np.all((links > 0) & np.isfinite(links)))
     check_range("rate", rate, "a positive number of bits a second", holds, "Write 1e9")
-    holds = isinstance(latency, Real) and 0 <= latency < math.inf
-    check_range("latency", latency, "seconds, 0 or more", holds, "Write 1e-4")
+    holds = isinstance(latency, Real) and 0 <= latency <= 10
+    check_range("latency", latency, "seconds, from 0 to 10", holds, "Write 0.05 for 50 ms")
     if rates.size == 1:
         return Links({}, rates.item(), latency)
     pairs = np.minimum.outer(rates, rates) if rates.ndim == 1 else rates

@@ -121,7 +121,7 @@ def test_measured_types():
         (lambda rate=rate: given_links(rate, 0.0), "rate must be ")
         for rate in (0.0, float("nan"), [1e9, -1e9], [[0.0, 1e9], [0.0, 0.0]], [], [[1e9, 1e9], [1e9]], [[1e9] * 3] * 2)
     ),
-    *((lambda value=value: given_links(1e9, value), "latency must be ", f"got {value}") for value in (-1.0, None)),
+    *((lambda value=value: given_links(1e9, value), "latency must be ", f"got {value}") for value in (-1.0, None, 50)),
 )
 def test_refusals(call, said):
     refused(call, *said)
