@@ -640,7 +640,9 @@ def _row_axes(one: PyTree, two: PyTree) -> list[int]:
 
 
 def _is_shifted(one: PyTree, two: PyTree) -> bool:
-    """Returns whether a slice takes some rows that are not a part of them: the first, or all but the last."""
+    """Returns whether rows are reversed, or a slice takes some that are not a part: the first, or all but the last."""
+    if one.primitive.name == "rev":
+        return _rows_along(one, two, one.params["dimensions"]) > 0
     if one.primitive.name != "slice":
         return False
     variables = (*one.invars, *one.outvars, *two.invars, *two.outvars)

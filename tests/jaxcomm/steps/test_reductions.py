@@ -138,6 +138,7 @@ NEITHER = {
     "the largest half": lambda x: jnp.where(x[:, 0] >= jnp.median(x[:, 0]), x[:, 0], 0).mean(),
     "a row by its value": lambda x: x[jnp.argmax(x[:, 0])].mean(),
     "pairs of rows": lambda x: jnp.mean(jnp.maximum(x @ x.T, 0)),
+    "mixed with the rows in reverse": lambda x: jnp.square(x + x[::-1]).mean(),
     "neighbours": lambda x: jnp.square(x[1:] - x[:-1]).mean(),
     "the first row": lambda x: x[0].mean(),
     "a penalty by rows": lambda x: x.mean() + jnp.sum(WEIGHTS**2) / len(x),
