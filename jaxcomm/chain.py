@@ -18,11 +18,11 @@ from jaxcomm.collectives import dense_mean
 from jaxcomm.collectives.axis import AxisName, in_axes_of_workers, is_tracked, to_varying, varies, zeros_of
 from jaxcomm.exchange import (
     SCOPE,
+    clips_in,
     get_exchange,
     is_exchange_state,
     is_placeholder,
     lets_bypass,
-    methods_in,
     momentum_inside,
     without_frozen,
 )
@@ -322,7 +322,7 @@ def split_chain(
     on_shards = [] if is_local else [(f"link {i}", link) for i, link in enumerate(links[:place])]
     on_shards += [] if outer is None else [("outer", outer)]
     whole_tensors = [name for name, link in on_shards if (tried := try_link(link, params)) and tried.mixes]
-    whole_tensors += [f"{m.name} with clip=" for m in methods_in(exchange) if m.reads_whole_tensors]
+    whole_tensors += clips_in(exchange)
     parts = (links[:place], links[place if is_local else 0 : place + 1], links[place + 1 :])
     before, exchanging, after = (optax.chain(*part) if part else optax.identity() for part in parts)
 

@@ -645,6 +645,11 @@ def methods_in(exchange: ExchangeState) -> list[Exchange]:
     return [exchange.method, *(inner.method for inner in exchange_states((exchange.memory, exchange.others)))]
 
 
+def clips_in(exchange: ExchangeState) -> list[str]:
+    """Returns the methods in a gradient exchange that clip by a norm, as messages name them."""
+    return [f"{method.name} with clip=" for method in methods_in(exchange) if method.reads_whole_tensors]
+
+
 def momentum_inside(exchange: ExchangeState) -> float:
     """Returns the momentum that a gradient exchange applies before it compresses."""
     return max(method.momentum_inside for method in methods_in(exchange))

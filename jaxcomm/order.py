@@ -22,6 +22,7 @@ from jaxcomm.accounting.jaxpr import has_primitive, inner_jaxpr, inner_jaxprs
 from jaxcomm.exchange import (
     ExchangeState,
     ExchangeTransformation,
+    clips_in,
     exchange_states,
     is_exchange_state,
     methods_in,
@@ -125,17 +126,17 @@ def _effects(
     (out_once, once_state), (twice, _) = run(wave, wave), run(wave, wave, 2.0)
     (huge, huge_state), (_, huger_state) = (run(wave, wave, float(size * _LARGE)) for size in (1, 2))
     (after, _), (shifted_out, _) = run(wave, nothing), run(shifted, shifted, float(_LARGE))
-    first_larger, others_larger = (
-        run(larger, larger, float(_LARGE))[0]
-        for larger in ([3 * x if (i == 0) == is_first else x for i, x in enumerate(wave)] for is_first in (True, False))
-    )
+    half = len(wave) // 2
+    larger = [3 * x for x in wave[:half]] + wave[half:]
+    half_larger, _ = run(larger, larger, float(_LARGE))
     if not any(out.any() for out in (*out_once, *huge)):  # it may accumulate
         return None
 
     # What of the state follows the gradients of each leaf: floats that are not the same for all sizes.
     bounded: dict[int, list[bool]] = {i: [] for i in range(len(paths))}
     adapts: set[int] = set()
-    is_shared = False  # whether a number of the state follows the gradients of all leaves
+    # Whether outputs of the other half have changed, or a number of the state follows the gradients of all leaves.
+    is_coupled = not all(map(np.array_equal, huge[half:], half_larger[half:]))
     for path, *leaves in zip(state_paths, rest_state, once_state, huge_state, huger_state, strict=True):
         if not jnp.issubdtype(jnp.result_type(leaves[0]), jnp.floating):
             continue
@@ -143,7 +144,7 @@ def _effects(
         if np.allclose(small, large, rtol=1e-3, atol=0):
             continue
         owners = [i for i, leaf in enumerate(paths) if path.endswith(leaf)]
-        is_shared |= not owners
+        is_coupled |= not owners
         longest = max((len(paths[i]) for i in owners), default=0)
         owners = [i for i in owners if len(paths[i]) == longest] or list(range(len(paths)))
         follows = np.allclose(large - zero, float(_LARGE) * (small - zero), rtol=1e-3, atol=0)
@@ -177,7 +178,7 @@ def _effects(
         descends=where(lambda i: not np.sum((out_once[i] - rest_out[i]) * wave[i]) >= 0),  # or cannot tell: NaN at rest
         changes=where(lambda i: not np.array_equal(out_once[i], np.float64(_SMALL * wave[i])) or rest_out[i].any()),
         mixes=where(lambda i: shifted_out[i].reshape(-1)[0] != huge[i].reshape(-1)[0]),
-        couples=where(lambda i: is_shared or not np.array_equal(huge[i], (first_larger if i else others_larger)[i])),
+        couples=where(lambda _: is_coupled),
         adds=where(lambda i: rest_out[i].any() and np.array_equal(rest2[i], rest_out[i])),
         stops=where(lambda i: not any(out[i].any() for out in (rest_out, out_once, huge))),
     )
@@ -365,7 +366,7 @@ def check_stages(tx: optax.GradientTransformation, exchange: ExchangeState, slot
     """
     links = [(f"link {i} of the chain", link) for i, link in enumerate(getattr(tx, "links", ()))]
     links += [] if (outer := getattr(exchange.method, "outer", None)) is None else [("outer", outer)]
-    found = [f"{m.name} with clip=" for m in methods_in(exchange) if m.reads_whole_tensors]
+    found = clips_in(exchange)
     for name, link in links:
         tried = None if isinstance(link, ExchangeTransformation) else try_link(link, [slots, slots])
         found += [name] if tried is not None and tried.couples else []

@@ -104,9 +104,10 @@ class Layer(nnx.Module):
         """Returns (B, places, width)."""
         length = x.shape[1]
         before = jnp.tril(jnp.ones((length, length), bool))
-        bias = None if self.shift is None else distance_bias(length, self.attention.heads)
-        y = self.norms[0](x)
-        memory = y if self.shift is None else self.shift(y)
+        y = memory = self.norms[0](x)
+        bias = None
+        if self.shift is not None:
+            memory, bias = self.shift(y), distance_bias(length, self.attention.heads)
         x = x + self.attention(y, self.attention.keys_values(memory), before, bias)
         return x + self.contract(nnx.gelu(self.expand(self.norms[1](x))))
 

@@ -1,7 +1,6 @@
 """Workers that each hold the whole model: on a mesh, or simulated on one device."""
 
 import math
-import warnings
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,6 +13,7 @@ import optax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxcomm.chain import warn
 from jaxcomm.collectives.axis import (
     ALL_EXCHANGED,
     AxisName,
@@ -81,7 +81,7 @@ class WorkerPlacement(Placement):
         check_axes(get_exchange(shapes.opt_state), self.axis_name)
         if not hasattr(self.tx, "links"):  # a jaxcomm.chain has checked itself
             for message in check_chain(self.tx, shapes.opt_state, trained(params)):
-                warnings.warn(message, stacklevel=5)
+                warn(message)
         return shapes
 
 
