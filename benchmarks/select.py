@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from benchmarks import harness
+from benchmarks.conditions import machine
 from benchmarks.harness import Row
 from jaxcomm.codecs import choose_index_codec
 from jaxcomm.codecs.indices import INDEX_CODECS, entropy_bits
@@ -49,7 +50,7 @@ def main(config: Config) -> None:
 
 
 def time_all(config: Config) -> list[Row]:
-    """Times every operation: records of name, n, density, ms_median, ms_min, ms_max, ratio_to_copy."""
+    """Times every operation: records of name, n, density, ms_median, ms_min, ms_max, day, machine_ms, ratio_to_copy."""
     layout = _layout(config.n, config.density)
     k = layout.n_slots
     vector = jnp.pad(jax.random.normal(jax.random.key(0), (config.n,)), (0, layout.n - config.n))
@@ -82,10 +83,10 @@ def time_all(config: Config) -> list[Row]:
     }
     if config.slow:
         operations["lax.sort"] = (lax.sort, magnitude)
-    rows: list[Row] = []
+    rows, conditions = list[Row](), machine()
     for name, (function, argument) in operations.items():
         times = time_ms(jax.jit(function), argument, 2 if name == "lax.sort" else config.repeats)
-        rows.append({"name": name, "n": config.n, "density": config.density, **harness.spread(times)})
+        rows.append({"name": name, "n": config.n, "density": config.density, **harness.spread(times), **conditions})
         rows[-1]["ratio_to_copy"] = rows[-1]["ms_median"] / rows[0]["ms_median"]
     return rows
 

@@ -20,8 +20,8 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from benchmarks.harness import Options, run, spread
-from train.tables import print_table, write_records
+from benchmarks.conditions import machine
+from benchmarks.harness import Options, report, run, spread
 
 COMMANDS = {
     "python": ["-c", ""],
@@ -128,11 +128,11 @@ class Compiled:
 
 def main(config: Config) -> None:
     """Prints the tables, and writes one where asked."""
+    conditions = machine()
     if config.tensors:
-        rows = [dataclasses.asdict(record) for record in _compiled(config.tensors.split(","), config.repeats)]
-        print_table("Seconds of processor time to make a state, and to trace and compile a step", rows)
-        write_records(config.json, rows)
-        return
+        compiled = _compiled(config.tensors.split(","), config.repeats)
+        title = "Seconds of processor time to make a state, and to trace and compile a step"
+        return report(config.json, (title, [dataclasses.asdict(record) | conditions for record in compiled]))
     if config.repeats < 2:
         raise ValueError(f"--repeats must be at least 2, since the first does not count; got {config.repeats}.")
     records = [Record(name, **spread(_times(command, config.repeats))) for name, command in COMMANDS.items()]
@@ -140,11 +140,10 @@ def main(config: Config) -> None:
         times = [_ms([*JOB, "--out", f"{scratch}/{number}"]) for number in range(config.repeats)]
     records.append(Record("the main job of one step", **spread(times[1:])))
     by_name = {record.command: record.ms_median for record in records}
-    rows = [dataclasses.asdict(record) for record in records]
-    print_table("Milliseconds from the start of a process to its end", rows)
+    rows = [dataclasses.asdict(record) | conditions for record in records]
+    report(config.json, ("Milliseconds from the start of a process to its end", rows))
     extra_ms = by_name["import jaxcomm"] - by_name["import jax, optax"]
     print(f"jaxcomm itself takes {extra_ms:.0f} ms to import, beyond those of jax and optax.")
-    write_records(config.json, rows)
 
 
 def _compiled(tensors: Sequence[str], repeats: int) -> Iterator[Compiled]:

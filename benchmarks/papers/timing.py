@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.conditions import check_control
+from benchmarks.conditions import check_control, machine
 from benchmarks.harness import spread
 from configs import CONFIGS
 from configs.methods import PlumpDp
@@ -86,7 +86,7 @@ def time_compute(records: Records, name: str, rows: int, steps: int) -> Record:
     """Times the steps of one worker alone on this machine: forward, backward and update, on random rows.
 
     Returns:
-      A record with the median, minimum and maximum in milliseconds.
+      A record with the median, minimum and maximum in milliseconds, the day, and the machine's speed.
     """
     return records.get(
         {"of": "compute", "experiment": name, "rows": rows, "timed_steps": steps}, lambda: _compute(name, rows, steps)
@@ -112,4 +112,4 @@ def _compute(name: str, rows: int, steps: int) -> Record:
         state, metrics = job.step(state, batch)
         jax.block_until_ready((state, metrics))
         times.append(1e3 * (time.perf_counter() - begin))
-    return spread(times[1:])  # the first one compiles
+    return spread(times[1:]) | machine()  # the first one compiles
