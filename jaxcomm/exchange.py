@@ -420,7 +420,7 @@ class Exchange:
         second_state = self.others.init(outside) if bypass or is_frozen else ()
         state = self.init_chosen(inside) if chosen or not bypass else self.first_state()
         if bypass and not is_frozen:
-            check_exchange(second_state, f"others of {self.name}", of_all=False)
+            check_exchange(second_state, f"others of {self.name}", self.axes, of_all=False)
             self._check_momentum(state, next(exchange_states(second_state)))
         return state.replace(others=second_state)
 
@@ -727,16 +727,18 @@ def without_frozen(updates: PyTree, state: ExchangeState) -> PyTree:
     return jax.tree_util.tree_map_with_path(zero, updates)
 
 
-def check_exchange(state: PyTree, name: str, *, of_all: bool = True) -> ExchangeState:
+def check_exchange(state: PyTree, name: str, axes: tuple[str, ...], *, of_all: bool = True) -> ExchangeState:
     """Returns the state of an exchange that is inside another transformation.
 
     Args:
       state: the inner exchange's state.
       name: what to call the inner exchange in an error.
+      axes: those that it must average over, in any order.
       of_all: whether it must exchange every gradient that it gets.
 
     Raises:
-      ValueError: if there is no exchange, if it is a local method, or if gradients bypass it despite `of_all`.
+      ValueError: if there is no exchange, if it is a local method, if gradients bypass it despite `of_all`, or if it
+        averages over other axes.
     """
     exchange = next(exchange_states(state), None)
     if exchange is None or exchange.method.period is not None or (of_all and lets_bypass(exchange)):
@@ -744,6 +746,11 @@ def check_exchange(state: PyTree, name: str, *, of_all: bool = True) -> Exchange
             f"{name} must be an exchange of gradients; got a transformation that is none, is local itself, or lets "
             "gradients bypass it. Pass jaxcomm.plump_dp(), jaxcomm.dct_dp(0.99) or another compressor; as others= also "
             "optax.set_to_zero()."
+        )
+    if {*exchange.method.axes} != {*axes}:
+        raise ValueError(
+            f"{name} must average over {axes}; got {exchange.method.name} over {exchange.method.axes}. Pass "
+            f"axis_name={axes[0] if len(axes) == 1 else axes!r} to it."
         )
     return exchange
 

@@ -37,7 +37,7 @@ from jaxcomm.foreign.trees import (
     spread,
 )
 from jaxcomm.foreign.walk import GIVEN, follows, varying_outputs
-from jaxcomm.order import check_frozen, check_states
+from jaxcomm.order import check_frozen, check_states, has_error_feedback
 from jaxcomm.state import check_rows
 from jaxcomm.steps.batch import check_batch, check_global, row_axes
 from jaxcomm.steps.mesh import check_axis, place
@@ -387,6 +387,7 @@ class DataParallel:
         scaling.check(
             [leaf.name * (how == "mean" and ":MetricState" not in leaf.name) for leaf, how in pairs],
             [leaf.name * any(map(self._is_rows, (leaf.name, leaf.origin or ""))) for leaf in about],
+            any(map(has_error_feedback, exchange_states(state.tree()))),
         )
         out_specs = [leaf.spec for leaf in about]
 

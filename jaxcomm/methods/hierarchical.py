@@ -71,7 +71,7 @@ class Hierarchical(Exchange):
         # Zeros of a share's shape are enough: gradient exchanges do not read the parameters' values in `init`.
         rows, sizes = self._shares(params)
         inner = self.exchange.init(jax.tree.map(lambda size: jnp.zeros(size, rows.dtype), sizes))
-        check_exchange(inner, f"exchange of hierarchical, over axis_name={self.across!r},")
+        check_exchange(inner, "exchange of hierarchical", (self.across,))
         return self.first_state(in_shards(inner, (self.inside,)))
 
     def update_chosen(self, updates: PyTree, state: ExchangeState, params: Params) -> tuple[Any, ExchangeState]:

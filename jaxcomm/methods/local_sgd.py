@@ -197,7 +197,7 @@ class LocalSgd(LocalExchange):
 
     def _first(self, anchor: PyTree) -> Anchored:
         inner = self.exchange.init(anchor)
-        check_exchange(inner, "exchange of local_sgd")
+        check_exchange(inner, "exchange of local_sgd", self.axes)
         return Anchored(anchor, inner, (self.outer or nesterov()).init(anchor))
 
     def update_chosen(self, updates: PyTree, state: ExchangeState, params: Params) -> tuple[Any, ExchangeState]:

@@ -154,7 +154,10 @@ class Scalars(NamedTuple):
         warn_of_weights([name for name, number in by_name.items() if number.is_quotient])
         warn_of_unknown([name for name, number in by_name.items() if number.is_unknown])
         # Not of a state: the variance that a normalisation tracks is of each worker's rows by intention.
-        warn_of_functions([name for name, number in {"loss": loss, **scalars}.items() if number.is_of_mean])
+        numbers = {
+            name: number._replace(is_normalised=number.is_normalised and not leaves) for name, number in by_name.items()
+        }
+        warn_of_functions([name for name in ("loss", *scalars) if numbers[name].is_of_mean])
 
     def _check_names(self, numbers: Mapping[str, Scaling]) -> None:
         """Refuses names of sums and maxima that are none."""

@@ -46,6 +46,10 @@ class Scaling(NamedTuple):
       is_shared: whether it is computed from numbers of other workers.
       is_curved: whether it is a function, and no linear one, of own numbers that have no rows left, and no mean over
         rows was taken since.
+      has_mean: whether a sum or a mean over own rows is in it.
+      is_normalised: whether it is a function, and no linear one, of rows and such means, as a normalisation is.
+      is_stacked: whether rows of several arrays were put one behind another, to be told apart by place.
+      is_by_place: whether it depends on where a row stands among a worker's own, as `jnp.arange(len(x))` does.
       constant: its value, if it is a constant of the program.
     """
 
@@ -58,6 +62,10 @@ class Scaling(NamedTuple):
     is_total: bool = False
     is_shared: bool = False
     is_curved: bool = False
+    has_mean: bool = False
+    is_normalised: bool = False
+    is_stacked: bool = False
+    is_by_place: bool = False
     constant: float | None = None
 
     @property
@@ -73,8 +81,8 @@ class Scaling(NamedTuple):
     @property
     def is_unknown(self) -> bool:
         """Whether it may be neither a mean nor a sum over rows, and is computed from a worker's own alone."""
-        is_neither = self.is_mixed or self.power not in (0, 1, -math.inf)
-        return self.is_own and not self.is_shared and is_neither and not self.is_quotient
+        is_neither = (self.is_mixed or self.power not in (0, 1, -math.inf)) and not self.is_quotient
+        return self.is_own and not self.is_shared and (is_neither or self.is_by_place)
 
     @property
     def is_share(self) -> bool:
@@ -88,8 +96,9 @@ class Scaling(NamedTuple):
 
     @property
     def is_of_mean(self) -> bool:
-        """Whether it is a function of a worker's own means, such as the root of one."""
-        return self.is_curved and self.power == 0 and not (self.is_shared or self.is_quotient or self.is_unknown)
+        """Whether it is a function of a worker's own means, such as the root of one, or of rows and these."""
+        is_known = self.power == 0 and not (self.is_shared or self.is_quotient or self.is_unknown)
+        return is_known and (self.is_curved or self.is_normalised)
 
     def of_micro_batch(self) -> "Scaling":
         """Returns that of a number of one micro-batch of several: none is of all rows."""
@@ -256,19 +265,29 @@ class StepScaling(NamedTuple):
         walk = _Walk(workers, workers, axes, is_alone=True)
         bodies = eqn.params["jaxpr"], other.params["jaxpr"]
         numbers = _compare(*bodies, [inputs.get(var, Scaling()) for var in eqn.invars], walk)
-        # State, such as the variance that a normalisation tracks, is of each worker's rows by intention.
-        pairs = zip(numbers, inner_jaxpr(bodies[0]).outvars, strict=True)
-        numbers = [number._replace(is_curved=number.is_curved and not var.aval.ndim) for number, var in pairs]
+        # A state, such as the variance that a normalisation tracks, is of each worker's rows by intention. Where there
+        # is one, rows are normalised by intention as well.
+        outs = list(zip(numbers, *(inner_jaxpr(body).outvars for body in bodies), strict=True))
+        tracks = any(number.is_own and one.aval.ndim and not _differs(one, two) for number, one, two in outs)
+        numbers = [
+            number._replace(
+                is_curved=number.is_curved and not one.aval.ndim,
+                is_normalised=number.is_normalised and not (tracks or one.aval.ndim),
+            )
+            for number, one, _ in outs
+        ]
+        gradients = [x._replace(is_normalised=x.is_normalised and not tracks) for x in walk.gradients]
         if numbers[:1] == [_NEITHER]:
             return cls([], [], workers) if has_one else cls(numbers, [_NEITHER], workers)
-        return cls(numbers, walk.gradients, workers)
+        return cls(numbers, gradients, workers)
 
-    def check(self, averaged: Sequence[str], of_rows: Sequence[str] = ()) -> None:
+    def check(self, averaged: Sequence[str], of_rows: Sequence[str] = (), feeds_back: bool = False) -> None:
         """Refuses gradients, and outputs that are averaged, that are sums over a worker's rows; warns of quotients.
 
         Args:
           averaged: for every output its path, if it is averaged over the workers; else "".
           of_rows: the same, if each row has its own.
+          feeds_back: whether an exchange has error feedback, so that each worker's gradient is clipped before it.
 
         Raises:
           ValueError: naming the outputs.
@@ -293,7 +312,8 @@ class StepScaling(NamedTuple):
         pairs = [("gradients", number._replace(is_ratio=False)) for number in self.gradients] + pairs
         warn_of_weights([name for name, number in pairs if number.is_quotient])
         warn_of_unknown([name for name, number in pairs if number.is_unknown])
-        warn_of_functions([name for name, number in pairs if number.is_of_mean and name != "gradients"])
+        pairs = [(name, x) for name, x in pairs if not (name == "gradients" and x.is_curved and feeds_back)]
+        warn_of_functions([name for name, number in pairs if number.is_of_mean])
 
 
 def warn_of_unknown(names: Sequence[str]) -> None:
@@ -301,10 +321,10 @@ def warn_of_unknown(names: Sequence[str]) -> None:
     _warn(
         names,
         "cannot be told to be a mean over rows, since rows are combined in another way than by sums and means (a "
-        "logsumexp, a norm, an order, a recurrence, a loop in Python), or their number is written in the code. The "
-        "mean over workers and micro-batches is the number of one device only if it is a mean over rows. If it is, "
-        "ignore this warning. Where time comes first, pass batch_axis=1; otherwise take it of all rows: "
-        "jax.lax.all_gather(x, axis, tiled=True).",
+        "logsumexp, a norm, an order, a recurrence, weights by a row's place, a loop in Python), or their number is "
+        "written in the code. The mean over workers and micro-batches is the number of one device only if it is a "
+        "mean over rows. If it is, ignore this warning. Where time comes first, pass batch_axis=1; otherwise take it "
+        "of all rows: jax.lax.all_gather(x, axis, tiled=True).",
     )
 
 
@@ -333,9 +353,9 @@ def warn_of_functions(names: Sequence[str]) -> None:
     _warn(
         names,
         "computed from a mean over a worker's own rows by a function that is not linear (a root, a power, the "
-        "exponential of a perplexity). The mean over workers and micro-batches is not the function of the mean over "
-        "all rows. Return the mean, and take the function of the result; or of the mean of all workers: "
-        "jax.lax.pmean(x, axis).",
+        "exponential of a perplexity, a normalisation of rows by their own statistics, a clip of the gradients). The "
+        "mean over workers and micro-batches is not the function of the mean over all rows. Return the mean, and take "
+        "the function of the result; or of the mean of all workers: jax.lax.pmean(x, axis).",
     )
 
 
@@ -394,8 +414,13 @@ class _Walk:
                 raise _DifferentError
             operands = [read(*pair) for pair in zip(one.invars, two.invars, strict=True)]
             outs = self._of_equation(one, two, operands)
-            if _is_curved(one, two, operands):
-                outs = [out._replace(is_curved=True) for out in outs]
+            if not _is_linear(one, operands):
+                has_rows = any(map(_differs, (*one.invars, *one.outvars), (*two.invars, *two.outvars)))
+                has_mean = any(operand.has_mean for operand in operands)
+                outs = [
+                    out._replace(is_curved=out.is_curved or not has_rows, is_normalised=out.is_normalised or has_mean)
+                    for out in outs
+                ]
             known.update(zip(one.outvars, outs, strict=True))
         if next(counterparts, None) is not None:
             raise _DifferentError
@@ -413,6 +438,8 @@ class _Walk:
         if name != "while" and len(inner[0]) == len(inner[1]) == 1 and len(inner[0][0].invars) == len(operands):
             return self.outputs(inner[0][0], inner[1][0], operands)
         if name in _KEEP and not _is_shifted(one, two):
+            if _is_part(one, two) and not operands[0].is_stacked:
+                operands = [operands[0]._replace(is_by_place=True)]
             return operands * len(one.outvars) if len(operands) == 1 else operands
         if name in COLLECTIVES and len(operands) == len(one.outvars):
             return [self._of_collective(one, operand) for operand in operands]
@@ -428,14 +455,22 @@ class _Walk:
         powers = [operand.power for operand in operands]
         if name in _PICK:
             places, numbers = (operands[:1], operands[1:]) if name == "select_n" else (operands[1:], operands[:1])
-            return _picked(places, _joined(numbers))._replace(is_own=marks["is_own"])
+            is_table = name == "select_n" or not _differs(one.invars[0], two.invars[0])
+            is_by_place = _marks(places if is_table else numbers)["is_by_place"] or _marks(numbers)["is_by_place"]
+            return _picked(places, _joined(numbers))._replace(is_own=marks["is_own"], is_by_place=is_by_place)
+        if name == "iota":
+            return Scaling(is_by_place=one.params["dimension"] in _row_axes(one.outvars[0], two.outvars[0]))
+        if name.startswith("random_"):
+            marks["is_by_place"] = False  # noise of any row does
         if any(map(math.isnan, powers)):
             return _UNKNOWN._replace(**marks)
         if name in _JOIN:
             finite = {power for power in powers if power != -math.inf}
             is_mixed = name in ("add", "add_any", "sub") and len(finite) > 1 and marks["is_own"]
             joined = _joined(operands)
-            return joined._replace(is_mixed=joined.is_mixed or is_mixed)
+            pairs, axis = zip(one.invars, two.invars, strict=True), one.params.get("dimension")
+            is_stacked = sum(axis in _row_axes(*pair) for pair in pairs) > 1
+            return joined._replace(is_mixed=joined.is_mixed or is_mixed, is_stacked=joined.is_stacked or is_stacked)
         if name in ("mul", "div"):
             return self._of_product(one, two, *operands)
         if name in ("scatter", "scatter-add"):
@@ -491,7 +526,7 @@ class _Walk:
     def _of_collective(self, eqn: Any, operand: Scaling) -> Scaling:
         """What all workers have is none's own. An only worker has as much as the sum of all."""
         name, axes = eqn.primitive.name, self.axes.intersection(equation_axes(eqn))
-        shared = operand._replace(is_shared=True, is_extreme=False, constant=None)
+        shared = operand._replace(is_shared=True, is_extreme=False, has_mean=False, constant=None)
         if not axes:
             return operand
         if self.is_alone:
@@ -510,7 +545,7 @@ class _Walk:
     def _of_constants(self, one: PyTree, two: PyTree) -> Scaling:
         """Returns the scaling of a constant: 1 if it has grown as the rows have, -1 if its inverse has."""
         if not all(map(_is_number, (one, two))):
-            return Scaling()
+            return Scaling(is_by_place=jnp.shape(one) != jnp.shape(two))
         one, two = (float(np.asarray(x).flat[0]) for x in (one, two))
         if one == two or math.isnan(one):
             return Scaling(-math.inf if one == 0 else 0, constant=one)
@@ -566,20 +601,18 @@ def _leads(var: Any, carry: PyTree, producers: dict[Any, Any]) -> bool:
 
 
 def _marks(operands: Sequence[Scaling]) -> dict[str, bool]:
-    names = ("is_own", "is_weighted", "is_ratio", "is_mixed", "is_shared", "is_curved")
-    return {name: any(getattr(x, name) for x in operands) for name in names}
+    names = ("is_own", "is_weighted", "is_ratio", "is_mixed", "is_shared", "is_curved", "has_mean", "is_normalised")
+    return {name: any(getattr(x, name) for x in operands) for name in (*names, "is_stacked", "is_by_place")}
 
 
-def _is_curved(one: PyTree, two: PyTree, operands: Sequence[Scaling]) -> bool:
-    """Returns whether a primitive is not linear in own numbers, of which none has rows."""
-    name, own = one.primitive.name, [operand.is_own and operand.power != -math.inf for operand in operands]
-    pairs = zip((*one.invars, *one.outvars), (*two.invars, *two.outvars), strict=True)
-    is_linear = name in _LINEAR or name in COLLECTIVES or bool(inner_jaxprs(one.params)) or _is_guard(one)
-    if is_linear or not any(own) or any(_differs(*pair) for pair in pairs):
-        return False
+def _is_linear(eqn: Any, operands: Sequence[Scaling]) -> bool:
+    """Returns whether an equation is linear in a worker's own numbers."""
+    name, own = eqn.primitive.name, [operand.is_own and operand.power != -math.inf for operand in operands]
+    if name in _LINEAR or name in COLLECTIVES or inner_jaxprs(eqn.params) or _is_guard(eqn):
+        return True
     if name in ("mul", "dot_general", "conv_general_dilated"):
-        return all(own)
-    return own[1] if name == "div" else True
+        return not all(own)
+    return not own[1] if name == "div" else not any(own)
 
 
 def _is_guard(eqn: Any) -> bool:
@@ -614,12 +647,13 @@ def _picked(places: Sequence[Scaling], number: Scaling) -> Scaling:
     is_by_order = any(place.is_own and (math.isnan(place.power) or place.is_extreme) for place in places)
     if is_by_order:
         return _UNKNOWN._replace(**_marks([*places, number]))
-    return number._replace(is_curved=number.is_curved or any(place.is_curved for place in places))
+    marks = _marks([*places, number])
+    return number._replace(is_curved=marks["is_curved"], is_normalised=marks["is_normalised"])
 
 
 def _is_number(x: Any) -> bool:
     """Returns whether a constant is a real number that can be read, or an array of equal ones."""
-    is_real = any(jnp.issubdtype(jnp.result_type(x), kind) for kind in (jnp.integer, jnp.floating))
+    is_real = any(jnp.issubdtype(jnp.result_type(x), kind) for kind in (jnp.bool_, jnp.integer, jnp.floating))
     if not is_real or isinstance(x, Tracer) or not getattr(x, "is_fully_addressable", True):
         return False
     return jnp.ndim(x) == 0 or (0 < x.size < _READ and bool((np.asarray(x) == np.asarray(x).flat[0]).all()))
@@ -648,6 +682,19 @@ def _is_shifted(one: PyTree, two: PyTree) -> bool:
     variables = (*one.invars, *one.outvars, *two.invars, *two.outvars)
     sizes = zip(*(var.aval.shape for var in variables), strict=True)
     return any(size != second and out * second != second_out * size for size, out, second, second_out in sizes)
+
+
+def _is_part(one: PyTree, two: PyTree) -> bool:
+    """Returns whether some of a worker's rows are taken from one place, as the first half; but not every second one."""
+    array, params = one.invars[0].aval, one.params
+    if one.primitive.name == "split":
+        return _rows_along(one, two, [params["axis"]]) > 0
+    if one.primitive.name != "slice":
+        return False
+    strides, shape = params["strides"] or [1] * array.ndim, one.outvars[0].aval.shape
+    return any(
+        shape[axis] < array.shape[axis] and strides[axis] == 1 for axis in _row_axes(one.invars[0], two.invars[0])
+    )
 
 
 def _rows_along(one: PyTree, two: PyTree, axes: Sequence[int]) -> int:
@@ -691,6 +738,7 @@ def _reduced(invars: Sequence[Any], second_invars: Sequence[Any], one: PyTree, t
 def _summed(operands: Sequence[Scaling], axes: int) -> Scaling:
     """Returns the scaling of a sum of products, along some axes of rows."""
     marks, is_total = _marks(operands), any(x.is_total for x in operands)
-    marks["is_curved"] &= not axes  # such as a normalisation by own means, of each row
+    marks["is_curved"] &= not axes
+    marks["has_mean"] |= axes > 0 and marks["is_own"]
     power, is_extreme = sum(x.power for x in operands) + axes, _is_extreme(operands) and not axes
     return Scaling(power, is_extreme=is_extreme, is_total=is_total and not marks["is_own"], **marks)

@@ -144,8 +144,10 @@ def test_refusals():
     refused(lambda: jc.hierarchical(jc.plump_dp(), inside="data", across="data"), "across", "got 'data'")
     for inner in (optax.sgd(0.1), jc.slim_dp(axis_name="slice")):
         tx = jc.hierarchical(inner)
-        with pytest.raises(ValueError, match="axis_name='slice', must be an exchange of gradients; got"):
+        with pytest.raises(ValueError, match="exchange of hierarchical must be an exchange of gradients; got"):
             jc.wire_report(tx, first_params(), (2, 2), axis_name=AXES)
+    with pytest.raises(ValueError, match=r"must average over \('slice',\); got topk .* Pass axis_name='slice' to it"):
+        jc.wire_report(jc.hierarchical(jc.topk(0.9)), first_params(), (2, 2), axis_name=AXES)
     tx = jc.hierarchical(EXCHANGES["topk"]())
     with pytest.raises(ValueError, match="one number for each axis of workers; got 4 for axis_name="):
         init_state(first_params(), tx, 4, axis_name=AXES)

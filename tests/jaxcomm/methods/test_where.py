@@ -198,6 +198,12 @@ def local(exchange):
     (lambda: jc.local_sgd(exchange=jc.plump_dp(), where="own"), "where", "got 'own'"),
     (lambda: jc.plump_dp(p=2, where="own"), "where", "got 'own'"),
     (lambda: local(jc.plump_dp(where=WHERE)), "exchange of local_sgd", "bypass it"),
+    (lambda: local(jc.topk(0.9, axis_name="model")), "exchange of local_sgd must average over ('data',)", "('model',)"),
+    (
+        lambda: jc.topk(where="own", others=jc.plump_dp(axis_name="model")).init(PARAMS),
+        "others of topk must average over ('data',); got plump_dp over ('model',)",
+        "Pass axis_name='data' to it",
+    ),
     (lambda: local(jc.topk(where="own", others=jc.plump_dp(where="small"))), "exchange of local_sgd", "bypass it"),
 )
 def test_refusals(call, said):

@@ -1,5 +1,6 @@
 """Losses that are no mean over rows: a sum is refused or summed, a quotient of local sums warns."""
 
+import contextlib
 import functools
 
 import jax
@@ -61,6 +62,11 @@ def grouped(values, labels):
     return jax.ops.segment_sum(values, labels, 3)
 
 
+def noisy(x):
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0), jnp.arange(len(x)))
+    return jnp.where(jax.vmap(jax.random.bernoulli)(keys), x[:, 0], 0)
+
+
 def adapted(x):
     inner = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(WEIGHTS)
     return jnp.mean((x @ (WEIGHTS - 0.1 * inner)) ** 2)
@@ -87,6 +93,10 @@ LOSSES = {
     "groups": (lambda x, y, v: grouped(cross_entropy(x, y), y).sum(), 1),
     "groups, mean": (lambda x, y, v: jnp.zeros(3).at[y].add(cross_entropy(x, y)).sum() / len(x), 0),
     "integer labels, sum": (lambda x, y, v: -jax.nn.log_softmax(x)[jnp.arange(len(y)), y].sum(), 1),
+    "integer labels, constant places": (lambda x, y, v: -jax.nn.log_softmax(x)[np.arange(len(y)), y].mean(), 0),
+    "views of rows": (lambda x, y, v: jnp.square(jnp.subtract(*jnp.split(jnp.concatenate([x, x**2]), 2))).mean(), 0),
+    "every second row": (lambda x, y, v: jnp.square(x[::2] - x[1::2]).mean(), 0),
+    "noise of every row": (lambda x, y, v: noisy(x).mean(), None),
     "running sum": (lambda x, y, v: jnp.cumsum(cross_entropy(x, y))[-1], None),
     "window": (lambda x, y, v: jax.lax.reduce_window(x[:, 0], 0.0, jax.lax.add, (len(x),), (1,), "VALID")[0], 1),
     "loop": (lambda x, y, v: jax.lax.fori_loop(0, len(x), lambda i, c: c + x[i].sum() ** 2, 0.0), 1),
@@ -139,6 +149,13 @@ NEITHER = {
     "a row by its value": lambda x: x[jnp.argmax(x[:, 0])].mean(),
     "pairs of rows": lambda x: jnp.mean(jnp.maximum(x @ x.T, 0)),
     "mixed with the rows in reverse": lambda x: jnp.square(x + x[::-1]).mean(),
+    "weights by place": lambda x: jnp.mean(jnp.arange(len(x)) * x[:, 0]),
+    "weights by place, as a constant": lambda x: np.linspace(0, 1, len(x), dtype=np.float32) @ x[:, 0] / len(x),
+    "weights by place, from a table": lambda x: jnp.mean(jnp.linspace(0, 1, 99)[jnp.arange(len(x))] * x[:, 0]),
+    "rows before a place": lambda x: jnp.where(jnp.arange(len(x)) < 5, x[:, 0], 0).mean(),
+    "a mean of rows before a place": lambda x: jnp.mean(x[:, 0], where=np.arange(len(x)) < 2),
+    "views in the halves of a batch": lambda x: jnp.square(x[: len(x) // 2] - x[len(x) // 2 :]).mean(),
+    "views that are split": lambda x: jnp.square(jnp.subtract(*jnp.split(x, 2))).mean(),
     "neighbours": lambda x: jnp.square(x[1:] - x[:-1]).mean(),
     "the first row": lambda x: x[0].mean(),
     "a penalty by rows": lambda x: x.mean() + jnp.sum(WEIGHTS**2) / len(x),
@@ -492,6 +509,12 @@ OF_MEANS = {
     "mean": (mean_of, False),
     "scaled, and shifted": (lambda x: 3 * mean_of(x) / jnp.exp(WEIGHTS[0, 0]) + WEIGHTS.sum() ** 2, False),
     "several": (lambda x: mean_of(x) + jnp.dot(WEIGHTS[:, 0], x.mean(0)) - x[:, 1].mean(), False),
+    "normalised": (lambda x: normalized(x).mean(), True),
+    "variance": (lambda x: x[:, 0].var(), True),
+    "advantages": (lambda x: (jnp.exp(x[:, 0]) * jax.nn.standardize(x[:, 1])).mean(), True),
+    "a baseline": (lambda x: ((x[:, 0] - x[:, 0].mean()) * x[:, 1]).mean(), True),
+    "rows above their mean": (lambda x: jnp.where(x > x.mean(0), x, 0.0).mean(), True),
+    "a mean beside rows": (lambda x: (x[:, 0] - 2 * x.mean()).mean(), False),
     "guarded": (lambda x: jnp.where(jnp.isfinite(mean_of(x)), mean_of(x), 0.0), False),
     "guarded twice": (lambda x: jnp.where(jnp.isnan(m := mean_of(x)) | ~jnp.isfinite(x.mean(0)).all(), 0.0, m), False),
     "picked by row": (lambda x: jnp.where(x > 0.5, x, 0.0).mean(), False),
@@ -509,16 +532,19 @@ def test_functions_of_means(name):
 
 
 def test_normalisation_by_own_statistics():
-    """Its loss is no function of means that a user has written, and neither is the variance that it tracks."""
-    assert not scalings(lambda rows: normalized(*rows).mean(), [jnp.asarray(X)], K).is_of_mean
+    """With a state it is by intention, and so is the variance that it tracks; without one it warns."""
 
     def loss(params, model_state, batch):
         mean, square = batch["x"].mean(0), jnp.square(batch["x"]).mean(0)
         normal = (batch["x"] - mean) / jnp.sqrt(square - mean**2 + 1e-3)
         return jnp.square(normal @ params["w"]).mean(), ({}, 0.9 * model_state + square - mean**2)
 
-    step = jc.make_train_step(loss, jc.chain(jc.plump_dp(), TX), jc.make_mesh(data=K), has_state=True)
+    chain, mesh = jc.chain(jc.plump_dp(), TX), jc.make_mesh(data=K)
+    step = jc.make_train_step(loss, chain, mesh, has_state=True)
     step(step.init(PARAMS, np.ones(4, np.float32)), BATCH)
+    step = jc.make_train_step(lambda params, batch: loss(params, 0.0, batch)[0], chain, mesh)
+    with pytest.warns(UserWarning, match="loss: computed from a mean over a worker's own rows.* a normalisation"):
+        step(step.init(PARAMS), BATCH)
 
 
 def test_a_root_warns():
@@ -542,5 +568,34 @@ def test_a_root_warns():
 
 def test_a_root_in_a_foreign_step_warns():
     train_step, state = foreign(lambda p, b: jnp.sqrt(squares(p, b).mean()))
-    with pytest.warns(UserWarning, match="^1: computed from a mean"):
+    with pytest.warns(UserWarning, match="^gradients, 1: computed from a mean"):
         jc.data_parallel(train_step, jc.make_mesh(data=K))(state, BATCH)
+
+
+# The exchange, whether gradients are of the root of a mean, whether they are clipped before it, and whether it warns:
+# before an exchange with error feedback each worker's own gradient is clipped.
+UNSEEN = [
+    (jc.plump_dp(), False, False, False),
+    (jc.plump_dp(), True, False, True),
+    (jc.plump_dp(), False, True, True),
+    (jc.topk(0.5), True, False, True),
+    (jc.topk(0.5), False, True, False),
+]
+
+
+@pytest.mark.parametrize(("exchange", "is_root", "is_clipped", "warns"), UNSEEN)
+def test_a_loss_that_is_not_returned(exchange, is_root, is_clipped, warns):
+    links = [optax.clip_by_global_norm(1.0)] * is_clipped
+    chain = optax.chain(*links, exchange, TX)
+
+    def loss(params, batch):
+        return jnp.sqrt(squares(params, batch).mean()) if is_root else squares(params, batch).mean()
+
+    def train_step(state, batch):
+        params, opt_state = state
+        updates, opt_state = chain.update(jax.grad(loss)(params, batch), opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    step, state = jc.data_parallel(train_step, jc.make_mesh(data=K)), (PARAMS, chain.init(PARAMS))
+    with pytest.warns(UserWarning, match="^gradients: computed from a mean") if warns else contextlib.nullcontext():
+        step(state, BATCH)
