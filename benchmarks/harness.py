@@ -303,7 +303,8 @@ class Control:
         prepare_jax()
         processes = connect(None, None, None)
         self.host, self.hosts = processes.index, processes.count
-        self.folder, self.requests = os.environ.get(_FOLDER), 0
+        self.folder = Path(os.environ[_FOLDER]) if _FOLDER in os.environ else None
+        self.requests = 0
         self.unsettled = 0
 
     def timed(self, function: Callable[[], Any]) -> tuple[float, int | None, Any]:
@@ -350,7 +351,7 @@ class Control:
         self.requests += 1
         self.unsettled = SETTLE_CALLS
         self.barrier()
-        request = Path(self.folder) / f"{self.requests}.want"
+        request = self.folder / f"{self.requests}.want"
         if self.host == 0:
             draft = request.with_suffix(".draft")
             draft.write_text(rate)

@@ -1,5 +1,6 @@
 """The planner's benchmark: what its summary counts, and the source of the table of costs."""
 
+import itertools
 import json
 
 import pytest
@@ -10,6 +11,7 @@ from benchmarks.shapes import MODELS, with_biases
 from configs import CONFIGS
 from configs.methods import PlumpDp, TopK
 from jaxcomm.planner.advice import DENSE
+from tests.benchmarks.places import run
 from train.loop import describe
 from train.seeds import label
 
@@ -95,3 +97,16 @@ def test_problems(shapes, monkeypatch):
     value, gradient = jax.value_and_grad(loss)(params, rows, ways={})
     assert abs(float(value)) < 1e4
     assert all(leaf.any() for leaf in jax.tree.leaves(gradient))
+
+
+@pytest.mark.slow
+def test_a_plan_on_hosts(tmp_path):
+    """Host 0 plans, and both hosts train by its plan."""
+    options = {"--hosts": "2", "--rate": "none", "--shapes": "1e4", "--methods": "sign", "--steps": "1"}
+    path = tmp_path / "cells.json"
+    run("planner", *itertools.chain(*options.items()), "--seconds", "1", "--plan", "--json", str(path))
+    rows = {row["method"]: row for row in json.loads(path.read_text())}
+    assert rows["plan"]["uses"]
+    assert rows["plan"]["ms_median"] > 0
+    assert rows["sign"]["uses"] == ""
+    assert all(row["day"] for row in rows.values())
