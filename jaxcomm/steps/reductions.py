@@ -276,7 +276,8 @@ class StepScaling(NamedTuple):
             )
             for number, one, _ in outs
         ]
-        gradients = [x._replace(is_normalised=x.is_normalised and not tracks) for x in walk.gradients]
+        unmarked = {"is_curved": False, "is_normalised": False} if tracks else {}
+        gradients = [gradient._replace(**unmarked) for gradient in walk.gradients]
         if numbers[:1] == [_NEITHER]:
             return cls([], [], workers) if has_one else cls(numbers, [_NEITHER], workers)
         return cls(numbers, gradients, workers)

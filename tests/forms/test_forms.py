@@ -67,6 +67,8 @@ VERIFIED = {
         s["eqx"].filter(s["model"], s["eqx"].is_inexact_array),
     ),
 }
+# A script whose numbers are those of one device must not be told that they may differ.
+pytestmark = pytest.mark.filterwarnings("error::UserWarning")
 FORMS = [pytest.param(name, marks=() if name in USUAL else pytest.mark.slow) for name in VERIFIED]
 
 
