@@ -130,6 +130,14 @@ class Scalars(NamedTuple):
                 f"a sum, of which loss and gradient would be 1/{parts} of those on one device. Take its mean; or "
                 'pass sum="loss", for the sum over all rows, also where it is divided by a number of all rows.'
             )
+        spread = [name for name, number in {"loss": loss, **scalars}.items() if number.is_spread]
+        if spread:
+            raise ValueError(
+                "A gradient that a loss takes itself must be by something of each worker's own, since JAX sums that by "
+                f"a constant over the workers; got such a sum in {spread[0]!r}. It is {workers} times too large, or of "
+                "the rows of others. Let the constant vary: x = jax.lax.pcast(x, axis, to='varying'). A step of "
+                "jaxcomm.data_parallel needs nothing."
+            )
         if loss.is_extreme:
             raise ValueError(
                 "A loss must be a mean or a sum over rows; got an extreme of a worker's rows, of which the step "

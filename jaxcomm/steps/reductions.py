@@ -41,9 +41,11 @@ class Scaling(NamedTuple):
       is_weighted: whether it was divided by a sum over own rows, such as a number of valid tokens.
       is_ratio: whether it is a quotient of two numbers of which each has no rows left.
       is_extreme: whether it is the largest or smallest of own rows.
+      has_extreme: whether the largest or smallest of own rows is in it.
       is_mixed: whether terms were added that scale differently.
       is_total: whether it is of the rows of all workers.
       is_shared: whether it is computed from numbers of other workers.
+      is_spread: whether a gradient is in it that JAX has summed over the workers, since it is that of a constant.
       is_curved: whether it is a function, and no linear one, of own numbers that have no rows left, and no mean over
         rows was taken since.
       has_mean: whether a sum or a mean over own rows is in it.
@@ -58,9 +60,11 @@ class Scaling(NamedTuple):
     is_weighted: bool = False
     is_ratio: bool = False
     is_extreme: bool = False
+    has_extreme: bool = False
     is_mixed: bool = False
     is_total: bool = False
     is_shared: bool = False
+    is_spread: bool = False
     is_curved: bool = False
     has_mean: bool = False
     is_normalised: bool = False
@@ -82,7 +86,8 @@ class Scaling(NamedTuple):
     def is_unknown(self) -> bool:
         """Whether it may be neither a mean nor a sum over rows, and is computed from a worker's own alone."""
         is_neither = (self.is_mixed or self.power not in (0, 1, -math.inf)) and not self.is_quotient
-        return self.is_own and not self.is_shared and (is_neither or self.is_by_place)
+        is_neither |= self.is_by_place or (self.has_extreme and not self.is_extreme)
+        return self.is_own and not self.is_shared and is_neither
 
     @property
     def is_share(self) -> bool:
@@ -120,7 +125,7 @@ _KEEP = frozenset(
     (
         *("abs", "broadcast_in_dim", "convert_element_type", "copy", "expand_dims", "neg", "optimization_barrier"),
         *("pcast", "pvary", "real", "imag", "reduce_precision", "reshape", "rev", "slice", "split", "squeeze"),
-        *("conj", "fft", "stop_gradient", "transpose"),
+        *("conj", "fft", "stop_gradient", "transpose", "unstack"),
     )
 )
 _JOIN = ["add", "add_any", "clamp", "complex", "concatenate", "dynamic_update_slice", "max", "min", "pad", "sub"]
@@ -130,6 +135,7 @@ _LINEAR = _KEEP - {"abs"} | {
 }
 _SUMS = ("psum", "psum_invariant", "psum2", "reduce_scatter")
 _PICK = ("gather", "dynamic_slice", "select_n", "select_and_scatter_add")
+_ORDERS = {"sort": "dimension", "top_k": "dimension", "cumprod": "axis", "cumlogsumexp": "axis"}
 _KERNELS = ("custom_linear_solve", "ffi_call", "linear_solve", "pallas_call", "ragged_dot", "ragged_dot_general")
 _ROOTS = {"sqrt": 0.5, "rsqrt": -0.5, "cbrt": 1 / 3, "square": 2}
 _EXTREMES = (
@@ -391,6 +397,7 @@ class _Walk:
     def __init__(self, workers: int, factor: int, axes: Sequence[str], is_alone: bool = False):
         self.workers, self.factor, self.axes, self.is_alone = workers, factor, frozenset(axes), is_alone
         self.gradients: list[Scaling] = []
+        self.is_backward = False  # whether the equation is one of a backward pass, or inside of one
 
     def outputs(self, program: Any, other: Any, inputs: Sequence[Scaling]) -> list[Scaling]:
         first, second = inner_jaxpr(program), inner_jaxpr(other)
@@ -414,7 +421,10 @@ class _Walk:
             if two is None or one.primitive.name != two.primitive.name or len(one.invars) != len(two.invars):
                 raise _DifferentError
             operands = [read(*pair) for pair in zip(one.invars, two.invars, strict=True)]
+            outer, stack = self.is_backward, str(one.source_info.name_stack)
+            self.is_backward = "rematted_computation" not in stack and (outer or "transpose(" in stack)
             outs = self._of_equation(one, two, operands)
+            self.is_backward = outer
             if not _is_linear(one, operands):
                 has_rows = any(map(_differs, (*one.invars, *one.outvars), (*two.invars, *two.outvars)))
                 has_mean = any(operand.has_mean for operand in operands)
@@ -477,7 +487,9 @@ class _Walk:
         if name in ("scatter", "scatter-add"):
             start, _, updates = operands
             axes = _reduced(one.invars[2:], two.invars[2:], one, two) if name == "scatter-add" else 0
-            return _joined([start, _summed([updates], axes)])._replace(is_own=marks["is_own"])
+            number = _joined([start, _summed([updates], axes)])._replace(is_own=marks["is_own"])
+            is_number = jnp.issubdtype(one.outvars[0].aval.dtype, jnp.floating)  # and no place itself
+            return number._replace(is_by_place=number.is_by_place and is_number)
         if (axes := _reduced_axes(one, two)) is not None:
             if (
                 axes and len(_row_axes(one.invars[0], two.invars[0])) > 1
@@ -487,15 +499,20 @@ class _Walk:
                     return _UNKNOWN._replace(**marks)
             if name in _EXTREMES:
                 is_extreme = operands[0].is_extreme or (axes > 0 and operands[0].is_own)
-                return operands[0]._replace(is_extreme=is_extreme, constant=None)
+                has_extreme = operands[0].has_extreme or is_extreme
+                return operands[0]._replace(is_extreme=is_extreme, has_extreme=has_extreme, constant=None)
+            if name == "conv_general_dilated" and not axes and _mixes_rows(one, two):
+                return _UNKNOWN._replace(**marks)
             return _summed(operands, axes)
         if name == "integer_pow" or name in _ROOTS:
             power = powers[0] * _ROOTS.get(name, one.params.get("y"))
             return operands[0]._replace(power=power, constant=None)
+        if name == "sign" and math.isfinite(powers[0]):
+            return operands[0]._replace(power=0, constant=None)
         if name == "triangular_solve" and powers[0] == 0:
             return operands[1]._replace(constant=None, **marks)
         is_plain = all(power in (0, -math.inf) for power in powers)
-        is_ordered = name in ("sort", "top_k") and _rows_along(one, two, [one.params.get("dimension", -1)])
+        is_ordered = name in _ORDERS and _rows_along(one, two, [one.params.get(_ORDERS[name], -1)])
         has_rows = [any(map(_differs, *pair)) for pair in ((one.invars, two.invars), (one.outvars, two.outvars))]
         factors = set(powers) - {0, -math.inf}
         if name in _KERNELS and len(factors) == 1 and has_rows[1]:  # of a cotangent, taken to be linear
@@ -527,12 +544,15 @@ class _Walk:
     def _of_collective(self, eqn: Any, operand: Scaling) -> Scaling:
         """What all workers have is none's own. An only worker has as much as the sum of all."""
         name, axes = eqn.primitive.name, self.axes.intersection(equation_axes(eqn))
-        shared = operand._replace(is_shared=True, is_extreme=False, has_mean=False, constant=None)
+        unmarked = dict.fromkeys(("is_extreme", "has_extreme", "has_mean"), False)
+        shared = operand._replace(is_shared=True, constant=None, **unmarked)
         if not axes:
             return operand
         if self.is_alone:
             is_total = name in _SUMS
             return shared._replace(power=operand.power - is_total, is_total=is_total, is_own=False)
+        if name in _SUMS and self.is_backward:
+            return shared._replace(is_spread=True)
         if not operand.is_own or COLLECTIVES[name] not in ("all_reduce", "all_gather"):
             is_own = operand.is_own or name in ("reduce_scatter", "all_to_all", "ppermute")  # rows again
             return shared._replace(is_own=is_own, is_total=operand.is_total and not is_own)
@@ -603,7 +623,8 @@ def _leads(var: Any, carry: PyTree, producers: dict[Any, Any]) -> bool:
 
 def _marks(operands: Sequence[Scaling]) -> dict[str, bool]:
     names = ("is_own", "is_weighted", "is_ratio", "is_mixed", "is_shared", "is_curved", "has_mean", "is_normalised")
-    return {name: any(getattr(x, name) for x in operands) for name in (*names, "is_stacked", "is_by_place")}
+    names += ("has_extreme", "is_spread", "is_stacked", "is_by_place")
+    return {name: any(getattr(x, name) for x in operands) for name in names}
 
 
 def _is_linear(eqn: Any, operands: Sequence[Scaling]) -> bool:
@@ -613,6 +634,8 @@ def _is_linear(eqn: Any, operands: Sequence[Scaling]) -> bool:
         return True
     if name in ("mul", "dot_general", "conv_general_dilated"):
         return not all(own)
+    if name == "triangular_solve":
+        return not own[0]
     return not own[1] if name == "div" else not any(own)
 
 
@@ -719,6 +742,12 @@ def _reduced_axes(one: PyTree, two: PyTree) -> int | None:
     if name == "conv_general_dilated":  # over the rows of both, where the result has none
         return _reduced(one.invars, two.invars, one, two) // 2
     return None
+
+
+def _mixes_rows(one: PyTree, two: PyTree) -> bool:
+    """Returns whether a convolution slides along rows."""
+    spatial = one.params["dimension_numbers"].lhs_spec[2:]
+    return _rows_along(one, two, spatial) > 0
 
 
 def _own_axes(one: PyTree, two: PyTree) -> int:

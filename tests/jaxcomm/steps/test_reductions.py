@@ -94,6 +94,8 @@ LOSSES = {
     "groups, mean": (lambda x, y, v: jnp.zeros(3).at[y].add(cross_entropy(x, y)).sum() / len(x), 0),
     "integer labels, sum": (lambda x, y, v: -jax.nn.log_softmax(x)[jnp.arange(len(y)), y].sum(), 1),
     "integer labels, constant places": (lambda x, y, v: -jax.nn.log_softmax(x)[np.arange(len(y)), y].mean(), 0),
+    "signs": (lambda x, y, v: (x * jnp.sign(jax.grad(lambda x: cross_entropy(x, y).mean())(x))).mean(), 0),
+    "hinge": (lambda x, y, v: jnp.maximum(0, x + 1).at[jnp.arange(len(y)), y].set(0).mean(), 0),
     "views of rows": (lambda x, y, v: jnp.square(jnp.subtract(*jnp.split(jnp.concatenate([x, x**2]), 2))).mean(), 0),
     "every second row": (lambda x, y, v: jnp.square(x[::2] - x[1::2]).mean(), 0),
     "noise of every row": (lambda x, y, v: noisy(x).mean(), None),
@@ -154,6 +156,10 @@ NEITHER = {
     "weights by place, from a table": lambda x: jnp.mean(jnp.linspace(0, 1, 99)[jnp.arange(len(x))] * x[:, 0]),
     "rows before a place": lambda x: jnp.where(jnp.arange(len(x)) < 5, x[:, 0], 0).mean(),
     "a mean of rows before a place": lambda x: jnp.mean(x[:, 0], where=np.arange(len(x)) < 2),
+    "a largest beside rows": lambda x: x.mean() + x[:, 0].max(),
+    "rows over their largest": lambda x: (x[:, 0] / x[:, 0].max()).mean(),
+    "a running product": lambda x: jnp.cumprod(jax.nn.sigmoid(x[:, 0])).mean(),
+    "a convolution along rows": lambda x: jnp.square(jnp.convolve(x[:, 0], WEIGHTS[:, 0], mode="same")).mean(),
     "views in the halves of a batch": lambda x: jnp.square(x[: len(x) // 2] - x[len(x) // 2 :]).mean(),
     "views that are split": lambda x: jnp.square(jnp.subtract(*jnp.split(x, 2))).mean(),
     "neighbours": lambda x: jnp.square(x[1:] - x[:-1]).mean(),
@@ -570,6 +576,54 @@ def test_a_root_in_a_foreign_step_warns():
     train_step, state = foreign(lambda p, b: jnp.sqrt(squares(p, b).mean()))
     with pytest.warns(UserWarning, match="^gradients, 1: computed from a mean"):
         jc.data_parallel(train_step, jc.make_mesh(data=K))(state, BATCH)
+
+
+def by_row(loss):
+    """The mean over rows of a gradient by a number that the loss is multiplied with."""
+    return lambda p, b: jnp.square(
+        jax.vmap(lambda x, y: jax.grad(lambda s: loss(s, p, x, y))(1.0))(b["x"], b["y"])
+    ).mean()
+
+
+def by_scale(s, p, x, y):
+    return (s * (x @ p["w"] + p["b"]) - y) ** 2
+
+
+def by_place_in_time(p, b):  # nothing of the batch is in it
+    return squares(p, b).mean() + jax.grad(lambda t: jnp.sin(t * p["w"]).sum())(1.0) ** 2
+
+
+OF_CONSTANTS = {
+    "by row": by_row(by_scale),
+    "compiled": by_row(jax.jit(by_scale)),
+    "rematerialised": by_row(jax.checkpoint(by_scale)),
+    "of parameters": by_place_in_time,
+}
+
+
+@pytest.mark.parametrize("name", OF_CONSTANTS)
+def test_a_gradient_by_a_constant(name):
+    """JAX sums it over the workers, whose rows are not the same; untracked, or by what varies, it is right."""
+    loss = OF_CONSTANTS[name]
+    step = jc.make_train_step(loss, jc.chain(jc.plump_dp(), TX), jc.make_mesh(data=K))
+    with pytest.raises(ValueError, match="JAX sums that by a constant over the workers; got such a sum in 'loss'"):
+        step(step.init(PARAMS), BATCH)
+    train_step, state = foreign(loss)
+    _, value = jc.data_parallel(train_step, jc.make_mesh(data=K))(state, BATCH)
+    np.testing.assert_allclose(value, after(loss)[0], rtol=1e-5)
+
+
+def test_a_gradient_by_what_varies():
+    def loss(params, batch):
+        one = jax.lax.pcast(jnp.float32(1), "data", to="varying")
+        slopes = jax.vmap(lambda x, y: jax.grad(lambda s: by_scale(s, params, x, y))(one))(batch["x"], batch["y"])
+        return jnp.square(slopes).mean()
+
+    step = jc.make_train_step(loss, jc.chain(jc.plump_dp(), TX), jc.make_mesh(data=K))
+    state, metrics = step(step.init(PARAMS), BATCH)
+    value, params = after(by_row(by_scale))
+    np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), step.params(state), params)
 
 
 # The exchange, whether gradients are of the root of a mean, whether they are clipped before it, and whether it warns:
