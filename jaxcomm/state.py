@@ -37,6 +37,7 @@ from jaxcomm.types import (
     PyTree,
     is_per_worker,
     join_parts,
+    map_rows,
 )
 
 
@@ -381,23 +382,17 @@ def make_local(state: TrainState, axis_name: AxisName) -> TrainState:
 
 def mean_model_state(model_state: PyTree, axis: int = 0) -> PyTree:
     """Returns a model's state with the mean over the workers in place of rows, which a local method has."""
-
-    def mean(node: PyTree) -> PyTree:
-        if not (is_per_worker(node) and node.is_local):
-            return node
-        return jax.tree.map(lambda rows: widened(rows).mean(axis).astype(rows.dtype), node.rows)
-
-    return jax.tree.map(mean, model_state, is_leaf=is_per_worker)
+    return _of_local(lambda rows: widened(rows).mean(axis).astype(rows.dtype), model_state)
 
 
 def without_rows(state: TrainState) -> TrainState:
     """Returns the state with a local worker's own arrays, without the row dimension; the inverse of `make_local`."""
+    return _of_local(lambda row: row[0], state)
 
-    def first_row(node: PyTree) -> PyTree:
-        is_row = is_per_worker(node) and node.is_local
-        return jax.tree.map(lambda row: row[0], node.rows) if is_row else node
 
-    return jax.tree.map(first_row, state, is_leaf=is_per_worker)
+def _of_local(function: Callable[[jax.Array], jax.Array], tree: PyTree) -> Any:
+    """Puts a function of the rows in the place of every `PerWorker` of workers that train on their own."""
+    return map_rows(lambda node: jax.tree.map(function, node.rows) if node.is_local else node, tree)
 
 
 def global_params(state: TrainState) -> Params:

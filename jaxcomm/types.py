@@ -1,5 +1,6 @@
 """Shared types: state that differs between workers, payloads, metrics."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -92,6 +93,11 @@ class DelayedState:
 def is_per_worker(node: Any) -> bool:
     """Returns whether a node of a state is a `PerWorker`; the `is_leaf` of every map over states."""
     return isinstance(node, PerWorker)
+
+
+def map_rows(function: Callable[[PerWorker], Any], tree: PyTree) -> Any:
+    """Applies a function to every `PerWorker` in a tree; leaves all else as it is."""
+    return jax.tree.map(lambda node: function(node) if is_per_worker(node) else node, tree, is_leaf=is_per_worker)
 
 
 def in_shards(state: PyTree, axes: tuple[str, ...]) -> Any:

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxcomm.exchange import exchange_states, is_exchange_state
 from jaxcomm.foreign.keys import is_key
-from jaxcomm.types import AccumulatedState, DelayedState, PyTree, is_per_worker
+from jaxcomm.types import AccumulatedState, DelayedState, PyTree, is_per_worker, map_rows
 
 
 def kind_of(node: PyTree) -> Any:
@@ -121,9 +121,7 @@ def spread(state: PyTree, workers: int) -> PyTree:
 
     def spread(owner: Any) -> PyTree:
         of_rows = partial(rows, axis=_members(owner))
-        return jax.tree.map(
-            lambda node: jax.tree.map(of_rows, node) if is_per_worker(node) else node, owner, is_leaf=is_per_worker
-        )
+        return map_rows(lambda node: jax.tree.map(of_rows, node), owner)
 
     return jax.tree.map(spread, state, is_leaf=_is_owner)
 

@@ -39,7 +39,7 @@ from jaxcomm.steps.settings import StepSettings
 from jaxcomm.steps.sharding import ShardedExchange, ShardedState, plan_shards, spec_axes
 from jaxcomm.steps.step import Placement, Report, Update, params_like
 from jaxcomm.traffic import Program, Traffic
-from jaxcomm.types import Params, PyTree, is_per_worker
+from jaxcomm.types import Params, PyTree, is_per_worker, map_rows
 
 
 class SplitState(NamedTuple):
@@ -291,7 +291,7 @@ class ShardedUpdate(Update):
         """Lets every worker's optimizer update its own parameters, and exchanges what a local method does."""
         exchange, params = self.placement.plan(params_like(state)), state.params.rows
         is_alone = works_alone(old.exchange)
-        old_state = jax.tree.map(_unwrap_rows, state.model_state, is_leaf=is_per_worker)
+        old_state = map_rows(lambda node: node.rows, state.model_state)
         scalars, model_state, gradients, losses, own_ok = self.gradients(exchange, params, old_state, batch, is_alone)
         local = optax.with_extra_args_support(exchange.chain.before)
 
@@ -371,7 +371,3 @@ def specs_like(tree: PyTree, params: Params, specs: Sequence[P], default: P) -> 
         return spec if leaf.shape == shape else default
 
     return jax.tree_util.tree_map_with_path(spec, tree)
-
-
-def _unwrap_rows(node: PyTree) -> Any:
-    return node.rows if is_per_worker(node) else node

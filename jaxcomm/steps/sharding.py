@@ -22,7 +22,7 @@ from jaxcomm.collectives.axis import AxisName, axis_names, in_axes_of_workers, t
 from jaxcomm.exchange import get_exchange, is_exchange_state, keep_unless, of_part, zeros_unless
 from jaxcomm.kernels.numerics import is_finite_tree
 from jaxcomm.state import communication_period, is_trained, state_specs, trained
-from jaxcomm.types import ExchangeMetrics, Params, PerWorker, PyTree, from_shards, in_shards, is_per_worker
+from jaxcomm.types import ExchangeMetrics, Params, PerWorker, PyTree, from_shards, in_shards, is_per_worker, map_rows
 
 
 class ShardedState(NamedTuple):
@@ -172,10 +172,8 @@ class ShardedExchange:
         """
         treedef = jax.tree.structure(like)
 
-        def split_rows(node: PyTree) -> Any:
+        def split_rows(node: PerWorker) -> PerWorker:
             """Reshapes rows of workers and shards (K S, ...) to (K, S, ...); to (1, S, ...) what differs by shards."""
-            if not is_per_worker(node):
-                return node
             workers = 1 if node.shards == len(node.axes) else math.prod(self.sizes)
             rows = jax.tree.map(lambda x: x.reshape(workers, len(x) // workers, *x.shape[1:]), node.rows)
             return replace(node, rows=rows)
@@ -183,10 +181,8 @@ class ShardedExchange:
         def spec_of(node: PyTree) -> P:
             return P(None, node.axes[len(node.axes) - node.shards :] or None) if is_per_worker(node) else P()
 
-        def of_shard(node: PyTree) -> Any:
+        def of_shard(node: PerWorker) -> Any:
             """Returns this shard's rows of all workers, as a method's `global_model` takes them."""
-            if not is_per_worker(node):
-                return node
             rows = jax.tree.map(lambda x: x[:, 0], node.rows)
             return rows[0] if node.shards == len(node.axes) else replace(node, rows=rows)
 
@@ -194,11 +190,11 @@ class ShardedExchange:
             shards = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), self._local(like))
             parts = []
             for is_member, packed in zip(self.groups.values(), exchanges, strict=True):
-                exchange = get_exchange(jax.tree.map(of_shard, packed, is_leaf=is_per_worker))
+                exchange = get_exchange(map_rows(of_shard, packed))
                 parts.append(exchange.method.global_model(exchange, _part(shards, is_member)))
             return _join(parts, treedef)
 
-        exchanges = jax.tree.map(split_rows, state.exchanges, is_leaf=is_per_worker)
+        exchanges = map_rows(split_rows, state.exchanges)
         specs = jax.tree.map(spec_of, exchanges, is_leaf=is_per_worker)
         out_specs = treedef.unflatten(self.specs)
         return jax.shard_map(model, mesh=self.mesh, in_specs=(specs,), out_specs=out_specs)(exchanges)

@@ -43,7 +43,7 @@ from jaxcomm.steps.mesh import check_axis, place
 from jaxcomm.steps.replication import over_workers
 from jaxcomm.steps.shard_map import shard_map
 from jaxcomm.steps.step import Placement
-from jaxcomm.types import Params, PyTree, is_per_worker
+from jaxcomm.types import Params, PerWorker, PyTree, is_per_worker, map_rows
 
 Worker = Callable[[TrainState, Batch], tuple[TrainState, Any]]
 
@@ -163,18 +163,16 @@ class Simulated(WorkerPlacement):
         parts = [rows.reshape(*self.sizes, len(rows) // count, *rows.shape[1:]) for rows in batch.rows]
         parts = replace(batch, rows=parts)
         rows = batch.like(0, None)
-        state = jax.tree.map(self._split_rows, state, is_leaf=is_per_worker)
+        state = map_rows(self._split_rows, state)
         of_scalars = 0 if works_alone(state.opt_state, state.model_state) else None
         for name in reversed(axis_names(self.axis_name)):
             state_axes = _axes_of(state, name)
             out_axes = (state_axes, (of_scalars, None))
             function = jax.vmap(function, in_axes=(state_axes, rows), out_axes=out_axes, axis_name=name)
-        return jax.tree.map(_rows_together, function(state, parts), is_leaf=is_per_worker)
+        return map_rows(_rows_together, function(state, parts))
 
-    def _split_rows(self, node: PyTree) -> Any:
+    def _split_rows(self, node: PerWorker) -> Any:
         """Reshapes rows (K, ...) to (*sizes, 1, ...): each worker sees its row as (1, ...), as on a mesh."""
-        if not is_per_worker(node):
-            return node
         along = [size for name, size in self.row_sizes.items() if name in node.axes]
         return jax.tree.map(lambda rows: rows.reshape(*along, 1, *rows.shape[1:]), node)
 
@@ -182,14 +180,12 @@ class Simulated(WorkerPlacement):
 def _first_state(placement: WorkerPlacement, params: Params, model_state: PyTree) -> TrainState:
     """Returns the state of all workers before the first step, with the same row for each."""
 
-    def rows(node: PyTree) -> Any:
-        if not is_per_worker(node):
-            return node
+    def rows(node: PerWorker) -> Any:
         count = math.prod(placement.row_sizes[name] for name in node.axes)
         return jax.tree.map(lambda row: jnp.broadcast_to(row, (count, *row.shape[1:])), node)
 
     worker_state = in_axes_of_workers(placement.worker_state, placement.sizes, placement.axis_name)
-    return jax.tree.map(rows, worker_state(params, model_state), is_leaf=is_per_worker)
+    return map_rows(rows, worker_state(params, model_state))
 
 
 def scalar_spec(state: TrainState, axis_name: AxisName) -> P:
@@ -197,10 +193,8 @@ def scalar_spec(state: TrainState, axis_name: AxisName) -> P:
     return P(axis_name) if works_alone(state.opt_state, state.model_state) else P()
 
 
-def _rows_together(node: PyTree) -> Any:
+def _rows_together(node: PerWorker) -> Any:
     """Inverts `_split_rows`."""
-    if not is_per_worker(node):
-        return node
     depth = len(node.axes) + 1
     return jax.tree.map(lambda rows: rows.reshape(math.prod(rows.shape[:depth]), *rows.shape[depth:]), node)
 
