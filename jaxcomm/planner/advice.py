@@ -123,84 +123,68 @@ def advise(
         that fails or is not finite.
     """
     with use_mesh(mesh):
-        return _measure(loss_fn, params, batch, mesh, optimizer, methods, dense_layers, seconds, axis_name, batch_axis)
+        begin = time.perf_counter()
+        bench = Bench(mesh, axis_name)
+        workers = math.prod(bench.sizes)
+        if workers == 1:
+            raise ValueError(
+                f"A mesh must have a link between workers to be advised on; got one worker of {dict(mesh.shape)}. Run "
+                "on two or more, or give a link to jaxcomm.planner.estimate."
+            )
+        # A step also averages its loss.
+        metrics = Traffic("all_reduce", 4, workers, axes=axis_names(axis_name))
+        question = _make_question(methods, params, dense_layers, bench.sizes, axis_name, [metrics])
+        loss = loss_of(lambda params, batch: _scalar(loss_fn(params, batch)), False, False, axis_name)
+        check_batch(batch, workers, batch_axis=batch_axis)
+        check_global(batch, batch_axis)
+        parts = Batch.of(batch, batch_axis)
+        check_loss(loss, params, parts, workers)
+        rows, param_rows = bench.shards(parts), bench.spread(params)
+        gradients, memory = gradients_of(bench, loss, param_rows, rows)
+        optimizer = optimizer or optax.identity()
+        links = measure_links(mesh, [report.program for report in question.reports.values()])
+        whole_step = gradients_fn_of(loss, axis_name)
 
+        def coding_of(name: str) -> Cost:
+            tx = question.chosen[name]
+            trees = (question.exchanged(name, tree) for tree in (gradients, param_rows))
+            of_layers = (layer_coding for layer, layer_coding in layers if layer.way == name)
+            return functools.reduce(Cost.plus, of_layers, lower_coding(bench, tx, *trees).cost())
 
-def _measure(
-    loss_fn: Callable[..., Any],
-    params: Params,
-    batch: PyTree,
-    mesh: Mesh,
-    optimizer: optax.GradientTransformation | None,
-    methods: Mapping[str, optax.GradientTransformation] | None,
-    dense_layers: Mapping[str, int] | None,
-    seconds: float,
-    axis_name: AxisName,
-    batch_axis: PyTree,
-) -> Advice:
-    """Does `advise`."""
-    begin = time.perf_counter()
-    bench = Bench(mesh, axis_name)
-    workers = math.prod(bench.sizes)
-    if workers == 1:
-        raise ValueError(
-            f"A mesh must have a link between workers to be advised on; got one worker of {dict(mesh.shape)}. Run on "
-            "two or more, or give a link to jaxcomm.planner.estimate."
-        )
-    # A step also averages its loss.
-    metrics = Traffic("all_reduce", 4, workers, axes=axis_names(axis_name))
-    question = _make_question(methods, params, dense_layers, bench.sizes, axis_name, [metrics])
-    loss = loss_of(lambda params, batch: _scalar(loss_fn(params, batch)), False, False, axis_name)
-    check_batch(batch, workers, batch_axis=batch_axis)
-    check_global(batch, batch_axis)
-    parts = Batch.of(batch, batch_axis)
-    check_loss(loss, params, parts, workers)
-    rows, param_rows = bench.shards(parts), bench.spread(params)
-    gradients, memory = gradients_of(bench, loss, param_rows, rows)
-    optimizer = optimizer or optax.identity()
-    links = measure_links(mesh, [report.program for report in question.reports.values()])
-    whole_step = gradients_fn_of(loss, axis_name)
+        def beyond_computing(name: str) -> Cost:
+            """Times a local method's whole step, since its steps between two exchanges differ; returns what it adds."""
+            chain = optax.chain(optimizer, question.chosen[name])
+            return lower_step(bench, whole_step, chain, param_rows, rows).cost().beyond(compute)
 
-    def coding_of(name: str) -> Cost:
-        tx = question.chosen[name]
-        cost = lower_coding(bench, tx, question.exchanged(name, gradients), question.exchanged(name, param_rows)).cost()
-        return functools.reduce(Cost.plus, [layer_coding for layer, layer_coding in layers if layer.way == name], cost)
+        chain = None if "split" not in question.chosen else optax.chain(question.chosen["split"], optimizer)
+        layer_codings = measure_layers(bench, question.layers, chain, gradients, param_rows)
+        layers = list(zip(question.layers, layer_codings, strict=True))
+        # The whole step is timed once, with the dense exchange. Less its coding, it is the computing of every method.
+        step = lower_step(bench, whole_step, optax.chain(question.chosen["plump_dp"], optimizer), param_rows, rows)
+        coding = {name: coding_of(name) for name in ALL_DENSE}
+        compute, copy = step.cost().beyond(coding["plump_dp"]), measure_copy(bench)
+        modelled = {
+            name: None if name in WAYS else modelled_coding(tx, params, workers, copy)
+            for name, tx in question.chosen.items()
+        }
+        # The table was measured on another machine: scale it by the dense exchanges, which were timed here.
+        timed = [(coding[name], modelled[name]) for name in ALL_DENSE]
+        factor = statistics.fmean(timing.seconds / model.seconds if model else 1.0 for timing, model in timed)
 
-    def beyond_computing(name: str) -> Cost:
-        """Times the whole step of a local method, whose steps between two exchanges differ; returns what it adds."""
-        chain = optax.chain(optimizer, question.chosen[name])
-        return lower_step(bench, whole_step, chain, param_rows, rows).cost().beyond(compute)
+        def promise(name: str) -> float:
+            cost = modelled[name]
+            return math.inf if cost is None else cost.seconds * factor + links.wire(question.reports[name]).seconds
 
-    chain = None if "split" not in question.chosen else optax.chain(question.chosen["split"], optimizer)
-    layers = list(
-        zip(question.layers, measure_layers(bench, question.layers, chain, gradients, param_rows), strict=True)
-    )
-    # The whole step is timed once, with the dense exchange. Less its coding, it is the computing of every method.
-    step = lower_step(bench, whole_step, optax.chain(question.chosen["plump_dp"], optimizer), param_rows, rows)
-    coding = {name: coding_of(name) for name in ALL_DENSE}
-    compute, copy = step.cost().beyond(coding["plump_dp"]), measure_copy(bench)
-    modelled = {
-        name: None if name in WAYS else modelled_coding(tx, params, workers, copy)
-        for name, tx in question.chosen.items()
-    }
-    # The table was measured on another machine: scale it by the dense exchanges, which were timed here.
-    timed = [(coding[name], modelled[name]) for name in ALL_DENSE]
-    factor = statistics.fmean(timing.seconds / model.seconds if model else 1.0 for timing, model in timed)
-
-    def promise(name: str) -> float:
-        cost = modelled[name]
-        return math.inf if cost is None else cost.seconds * factor + links.wire(question.reports[name]).seconds
-
-    # In the same order on all processes.
-    names = sorted((name for name in question.chosen if name not in ALL_DENSE), key=promise)
-    for name in names:
-        model = modelled[name]
-        if model is not None and agreed(time.perf_counter() - begin, mesh) >= seconds:
-            coding[name] = model * factor
-        else:
-            coding[name] = coding_of(name) if question.reports[name].steps == 1 else beyond_computing(name)
-    costs = [layer_cost(layer, links, computing) for layer, computing in layers]
-    return _advice("thorough", question, links, compute, coding, costs, memory, begin, _is_asynchronous(mesh))
+        # In the same order on all processes.
+        names = sorted((name for name in question.chosen if name not in ALL_DENSE), key=promise)
+        for name in names:
+            model = modelled[name]
+            if model is not None and agreed(time.perf_counter() - begin, mesh) >= seconds:
+                coding[name] = model * factor
+            else:
+                coding[name] = coding_of(name) if question.reports[name].steps == 1 else beyond_computing(name)
+        costs = [layer_cost(layer, links, computing) for layer, computing in layers]
+        return _advice("thorough", question, links, compute, coding, costs, memory, begin, _is_asynchronous(mesh))
 
 
 def estimate(
