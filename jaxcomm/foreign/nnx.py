@@ -114,22 +114,18 @@ def merge_states(tree: PyTree, graph: Any) -> Any:
 
 def is_changed(arg: Any) -> bool:
     """Returns whether an argument has objects that a step may change in place."""
-    nodes = jax.tree.leaves(arg, is_leaf=lambda node: is_object(node) or isinstance(node, Merged))
-    return any(is_object(node) for node in nodes)
+    return any(map(is_object, jax.tree.leaves(arg, is_leaf=_is_whole)))
 
 
 def split_states(tree: PyTree) -> Any:
     """Inverts `merge_states`; leaves objects as they are."""
-
-    def is_merged(node: PyTree) -> bool:
-        return isinstance(node, Merged)
-
-    def is_whole(node: PyTree) -> bool:
-        return is_merged(node) or is_object(node)
-
     if _nnx() is None:
         return tree
-    return jax.tree.map(lambda node: node.state() if is_merged(node) else node, tree, is_leaf=is_whole)
+    return jax.tree.map(lambda node: node.state() if isinstance(node, Merged) else node, tree, is_leaf=_is_whole)
+
+
+def _is_whole(node: PyTree) -> bool:
+    return isinstance(node, Merged) or is_object(node)
 
 
 def graph_in(tree: PyTree) -> Any:

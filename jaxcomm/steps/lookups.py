@@ -35,24 +35,20 @@ class Tables:
 
     def look_up(self, params: Params, batch: Batch) -> tuple[Any, list[jax.Array]]:
         """Returns the parameters with vectors in place of the tables, and every table's ids of all workers."""
-        leaves, treedef = jax.tree.flatten(params)
-        axis = self.exchange.axis_name
+        axis, by_rows = self.exchange.axis_name, P(self.exchange.names)
 
         def worker(tables: list[jax.Array], batch: Batch) -> tuple[list[jax.Array], list[jax.Array]]:
             everyones = [gather_ids(_checked(ids(batch.tree())), axis) for ids in self.ids]
             rows = zip(tables, everyones, self._ways, strict=True)
             return [send_rows(table, ids, way, axis) for table, ids, way in rows], everyones
 
-        by_rows = P(self.exchange.names)
-        in_specs = (self._specs, batch.like(P(self.exchange.names), P()))
+        in_specs = (self._specs, batch.like(by_rows, P()))
         run = jax.shard_map(worker, mesh=self.exchange.mesh, in_specs=in_specs, out_specs=(by_rows, by_rows))
-        vectors, everyones = run(self._tables(leaves), batch)
-        queue = iter(vectors)
-        return treedef.unflatten([leaf if way is None else next(queue) for leaf, way in self._pairs(leaves)]), everyones
+        vectors, everyones = run(self.of(params), batch)
+        return self._replaced(params, vectors), everyones
 
     def add(self, params: Params, other_params: Any, updates: PyTree, everyones: list[jax.Array]) -> Any:
         """Adds the updates of the vectors to the rows of the tables; takes the other parameters from `other_params`."""
-        leaves, treedef = jax.tree.flatten(params)
         axis, by_rows = self.exchange.axis_name, P(self.exchange.names)
 
         def worker(tables: list[jax.Array], changes: list[jax.Array], everyones: list[jax.Array]) -> list[jax.Array]:
@@ -62,9 +58,17 @@ class Tables:
         run = jax.shard_map(
             worker, mesh=self.exchange.mesh, in_specs=(self._specs, by_rows, by_rows), out_specs=self._specs
         )
-        queue = iter(run(self._tables(leaves), self._tables(jax.tree.leaves(updates)), everyones))
-        leaves_after = jax.tree.leaves(other_params)
-        return treedef.unflatten([leaf if way is None else next(queue) for leaf, way in self._pairs(leaves_after)])
+        return self._replaced(other_params, run(self.of(params), self.of(updates), everyones))
+
+    def of(self, params: Params) -> list[Any]:
+        """Returns the tables among the parameters, or what a tree like theirs has in their places."""
+        return [leaf for leaf, way in zip(jax.tree.leaves(params), self.by, strict=True) if way is not None]
+
+    def _replaced(self, params: Params, tables: list[Any]) -> Any:
+        """Returns the parameters with others in the places of the tables; the inverse of `of`."""
+        leaves, treedef = jax.tree.flatten(params)
+        queue, pairs = iter(tables), zip(leaves, self.by, strict=True)
+        return treedef.unflatten([leaf if way is None else next(queue) for leaf, way in pairs])
 
     @property
     def _ways(self) -> list[str]:
@@ -74,12 +78,6 @@ class Tables:
     def _specs(self) -> list[P]:
         names = self.exchange.names
         return [P(names) if way == "rows" else P(None, names) for way in self._ways]
-
-    def _pairs(self, leaves: list[Any]) -> Any:
-        return zip(leaves, self.by, strict=True)
-
-    def _tables(self, leaves: list[Any]) -> list[Any]:
-        return [leaf for leaf, way in self._pairs(leaves) if way is not None]
 
 
 def tables_of(lookups: Lookups, params: Params, exchange: ShardedExchange) -> Tables:
@@ -139,8 +137,7 @@ def check_additive(exchange: ShardedExchange, params: Params, tables: Tables) ->
     def update(gradients: PyTree, states: Any) -> tuple[list[Any], Any]:
         changed, first = before.update(gradients, states[0], sample)
         changed, second = after.update(changed, states[1], sample)
-        changes = zip(jax.tree.leaves(changed), tables.by, strict=True)
-        return [change for change, way in changes if way is not None], (first, second)
+        return tables.of(changed), (first, second)
 
     sample, is_additive = small(3), sizes(3) == sizes(5)
     states = (before.init(sample), after.init(sample))
