@@ -315,11 +315,8 @@ def _with_states(tx: Any, state: PyTree) -> tuple[list[Any], list[Any]]:
         return [tx], [state]
     links, states = [], []
     for init, update, link_state in zip(inits, updates, state, strict=True):
-        link, has_exchange = (
-            optax.GradientTransformationExtraArgs(init, update),
-            next(exchange_states(link_state), None),
-        )
-        parts = _with_states(link, link_state) if has_exchange is not None else ([link], [link_state])
+        link, has_exchange = optax.GradientTransformationExtraArgs(init, update), any(exchange_states(link_state))
+        parts = _with_states(link, link_state) if has_exchange else ([link], [link_state])
         links += parts[0]
         states += parts[1]
     return links, states

@@ -198,10 +198,9 @@ def read_overlap(text: str) -> float | None:
 
     def products_of(name: str) -> float:
         if name not in products:
-            shapes = {match["name"]: match["shape"] for match in matches.get(name, ())}
-            products[name] = sum(
-                _products(match, shapes, products_of, collectives.trips) for match in matches.get(name, ())
-            )
+            own = matches.get(name, ())
+            shapes = {match["name"]: match["shape"] for match in own}
+            products[name] = sum(_products(match, shapes, products_of, collectives.trips) for match in own)
         return products[name]
 
     shapes = {match["name"]: match["shape"] for match in matches[entry]}
@@ -320,11 +319,7 @@ def _between_slices(kind: str, shape: str, tail: str, mesh: Mesh | None) -> Traf
     else:
         members = [int(device) for device in _DIGITS.findall(listed.partition("}")[0])]
         workers = len(members)
-    ids = (
-        [device.id for device in mesh.devices.flat]
-        if mesh
-        else sorted({device_id for pair in pairs for device_id in pair})
-    )
+    ids = [device.id for device in mesh.devices.flat] if mesh else sorted({end for pair in pairs for end in pair})
     traffic = _of_result(kind, _elements(shape)[0], len(ids) if pairs else workers)
     if pairs:
         traffic = replace(traffic, pairs=tuple((ids.index(a), ids.index(b)) for a, b in pairs))

@@ -171,13 +171,8 @@ def _late_backward(
     workers = axis_size(axis_name)
     X, E = gather_rows(rows, axis_name), gather_rows(errors, axis_name)  # (K R, N), (K R, M)
     mean = jnp.matmul(X.T, E, preferred_element_type=jnp.float32) / workers  # (N, M)
-    if bias is None:
-        return row_gradients, mean.astype(kernel.dtype), None
-    return (
-        row_gradients,
-        mean.astype(kernel.dtype),
-        (jnp.sum(E, axis=0, dtype=jnp.float32) / workers).astype(bias.dtype),
-    )
+    of_bias = None if bias is None else (jnp.sum(E, axis=0, dtype=jnp.float32) / workers).astype(bias.dtype)
+    return row_gradients, mean.astype(kernel.dtype), of_bias
 
 
 _late.defvjp(_late_forward, _late_backward)

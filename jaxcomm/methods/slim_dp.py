@@ -254,11 +254,9 @@ class SlimDp(LocalExchange):
             model = jnp.zeros(n, jnp.float32).at[old.order].set(ordered, unique_indices=True)
             gradient = jnp.abs(sums / workers)
             mean_w, mean_g = jnp.mean(jnp.abs(model)), jnp.mean(gradient)
-            weight = (
-                self.c
-                if self.c is not None
-                else jnp.where(mean_g > 0, mean_w / jnp.where(mean_g > 0, mean_g, 1.0), 0.0)
-            )
+            weight = self.c
+            if weight is None:
+                weight = jnp.where(mean_g > 0, mean_w / jnp.where(mean_g > 0, mean_g, 1.0), 0.0)
             order = self.choose_core(jnp.abs(model) + weight * gradient)
             reordered = model[order]
             metrics = ExchangeMetrics.of(ok, workers * n)

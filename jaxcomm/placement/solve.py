@@ -309,10 +309,8 @@ def _bisect(
                 break
             options |= choice
         if options is not None and math.fsum(errors) <= budget:
-            best, high = (
-                options,
-                min(tried, max(_seconds(problem, stage_tensors, options) for stage_tensors, _ in stages)),
-            )
+            longest = max(_seconds(problem, stage_tensors, options) for stage_tensors, _ in stages)
+            best, high = options, min(tried, longest)
         else:
             low = max(low, tried)
             if best is None and limits[1] < math.inf:

@@ -175,12 +175,6 @@ def break_even(fixed: float, wire: Wire, dense_fixed: float, dense: Wire, rate: 
     return math.inf if loss <= 0 else rate * gain / loss
 
 
-def _rate_note(bits: float) -> str:
-    if not math.isfinite(bits):
-        return "It is on any link."
-    return f"Above {_rate(bits)} a worker, dense in bfloat16 is as fast."
-
-
 def without_latency(advice: Advice) -> Advice:
     """Returns an advice whose verdict says that no latency was given, and what one would cost."""
     best, dense = advice[advice.best], advice[DENSE]
@@ -218,9 +212,11 @@ def _verdict_of_exchanges(rows: list[Prediction]) -> tuple[str, str]:
         )
     near = [row for row in gains if row.low <= fastest.high]
     best = min(near, key=lambda row: (math.inf if row.loss is None else row.loss, row.step))
+    limit = f"Above {_rate(best.break_even)} a worker, dense in bfloat16 is as fast."
+    limit = limit if math.isfinite(best.break_even) else "It is on any link."
     return best.method, (
         f"{best.method}: {dense.step / best.step:.2f}x faster than {dense.method} (between "
-        f"{dense.low / best.high:.2f}x and {dense.high / max(best.low, 1e-9):.2f}x). {_rate_note(best.break_even)}"
+        f"{dense.low / best.high:.2f}x and {dense.high / max(best.low, 1e-9):.2f}x). {limit}"
         + ("" if best.accuracy in ("-", AS_DENSE) else f" Its accuracy against dense: {best.accuracy}.")
         + ("" if best == fastest else f" {fastest.method} may be faster; its loss is larger or not known.")
     )
