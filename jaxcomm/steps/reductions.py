@@ -135,6 +135,12 @@ _LINEAR = _KEEP - {"abs"} | {
 }
 _SUMS = ("psum", "psum_invariant", "psum2", "reduce_scatter")
 _PICK = ("gather", "dynamic_slice", "select_n", "select_and_scatter_add")
+# Primitives with indices, and what says which axes of the first operand they are of.
+_INDEXED = {
+    "gather": "start_index_map",
+    "scatter": "scatter_dims_to_operand_dims",
+    "scatter-add": "scatter_dims_to_operand_dims",
+}
 _ORDERS = {"sort": "dimension", "top_k": "dimension", "cumprod": "axis", "cumlogsumexp": "axis"}
 _KERNELS = ("custom_linear_solve", "ffi_call", "linear_solve", "pallas_call", "ragged_dot", "ragged_dot_general")
 _ROOTS = {"sqrt": 0.5, "rsqrt": -0.5, "cbrt": 1 / 3, "square": 2}
@@ -464,6 +470,8 @@ class _Walk:
     def _of_primitive(self, one: PyTree, two: PyTree, operands: list[Scaling]) -> Scaling:
         name, marks = one.primitive.name, _marks(operands)
         powers = [operand.power for operand in operands]
+        if name in _INDEXED and _points_at_rows(one, two, operands[1]):
+            return _UNKNOWN._replace(**marks)
         if name in _PICK:
             places, numbers = (operands[:1], operands[1:]) if name == "select_n" else (operands[1:], operands[:1])
             is_table = name == "select_n" or not _differs(one.invars[0], two.invars[0])
@@ -742,6 +750,12 @@ def _reduced_axes(one: PyTree, two: PyTree) -> int | None:
     if name == "conv_general_dilated":  # over the rows of both, where the result has none
         return _reduced(one.invars, two.invars, one, two) // 2
     return None
+
+
+def _points_at_rows(one: PyTree, two: PyTree, places: Scaling) -> bool:
+    """Returns whether indices are of rows, and come from the batch: a worker reads them as places among its own."""
+    indexed = getattr(one.params["dimension_numbers"], _INDEXED[one.primitive.name])
+    return places.is_own and not places.is_by_place and _rows_along(one, two, indexed) > 0
 
 
 def _mixes_rows(one: PyTree, two: PyTree) -> bool:

@@ -94,6 +94,8 @@ LOSSES = {
     "groups, mean": (lambda x, y, v: jnp.zeros(3).at[y].add(cross_entropy(x, y)).sum() / len(x), 0),
     "integer labels, sum": (lambda x, y, v: -jax.nn.log_softmax(x)[jnp.arange(len(y)), y].sum(), 1),
     "integer labels, constant places": (lambda x, y, v: -jax.nn.log_softmax(x)[np.arange(len(y)), y].mean(), 0),
+    "rows with offsets": (lambda x, y, v: x.reshape(-1)[jnp.arange(len(y)) * 4 + y].mean(), 0),
+    "by row, along": (lambda x, y, v: jnp.take_along_axis(x, y[:, None], 1).mean(), 0),
     "signs": (lambda x, y, v: (x * jnp.sign(jax.grad(lambda x: cross_entropy(x, y).mean())(x))).mean(), 0),
     "hinge": (lambda x, y, v: jnp.maximum(0, x + 1).at[jnp.arange(len(y)), y].set(0).mean(), 0),
     "views of rows": (lambda x, y, v: jnp.square(jnp.subtract(*jnp.split(jnp.concatenate([x, x**2]), 2))).mean(), 0),
@@ -177,6 +179,20 @@ def test_neither_a_mean_nor_a_sum(name):
     state = step.init(PARAMS)
     with pytest.warns(UserWarning, match="loss: cannot be told to be a mean over rows"):
         step(state, BATCH)
+
+
+POINTED = {
+    "neighbours": lambda x, places: jnp.square(x[places] - x).mean(),
+    "along rows": lambda x, places: jnp.take_along_axis(x, places[:, None], 0).mean(),
+    "sums of edges": lambda x, places: jnp.square(jax.ops.segment_sum(x, places, len(x))).mean(),
+    "set": lambda x, places: jnp.square(jnp.zeros_like(x).at[places].set(x)).mean(),
+}
+
+
+@pytest.mark.parametrize("name", POINTED)
+def test_indices_of_rows(name):
+    """A worker reads them as places among its own rows."""
+    assert scalings(lambda rows: POINTED[name](*rows), [jnp.asarray(X), jnp.asarray(LABELS)], K).is_unknown
 
 
 @pytest.mark.parametrize("count", [ROWS, 4 * ROWS], ids=["rows", "elements"])
