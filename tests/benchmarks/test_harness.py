@@ -81,7 +81,7 @@ def test_numbers():
 @pytest.mark.parametrize(("first", "left_out"), [(700.0, 5), (3_000.0, 2), (13_000.0, 1)])
 def test_calls_in_which_tcp_adapts_to_a_rate_are_left_out(tmp_path, monkeypatch, first, left_out):
     control = object.__new__(Control)  # connecting takes a lab
-    control.folder, control.host, control.requests, control.unsettled = str(tmp_path), 0, 0, 0
+    control.folder, control.host, control.requests, control.unsettled = tmp_path, 0, 0, 0
 
     def timed(function):
         call = function()
