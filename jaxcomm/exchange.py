@@ -30,7 +30,16 @@ from jaxcomm.kernels import noise
 from jaxcomm.kernels.numerics import is_finite_tree, promotes
 from jaxcomm.layout import BLOCK, MAX_ELEMENTS, Layout
 from jaxcomm.serialization import has_lost_types, register_with_flax
-from jaxcomm.types import AccumulatedState, DelayedState, ExchangeMetrics, Params, PerWorker, PyTree, is_per_worker
+from jaxcomm.types import (
+    AccumulatedState,
+    DelayedState,
+    ExchangeMetrics,
+    Params,
+    PerWorker,
+    PyTree,
+    is_per_worker,
+    map_rows,
+)
 
 P = ParamSpec("P")
 _INDEX_BITS = 16  # of the number that says of which worker a row is
@@ -325,10 +334,7 @@ class Exchange:
         sent, is_drained = gradient.layout.n_elements() * axis_size(self.axis_name), bool(gradient.layout.sizes)
         metrics = ExchangeMetrics.of(ok, sent, drained=is_drained)
 
-        def vary(node: PyTree) -> PyTree:  # as rows do that `average` has computed
-            return to_varying(node, node.axes) if is_per_worker(node) else node
-
-        memory = jax.tree.map(vary, state.memory, is_leaf=is_per_worker)
+        memory = map_rows(lambda node: to_varying(node, node.axes), state.memory)  # as are rows of `average`
         return Exchanged(zeros_unless(ok, means), gradient.residual, metrics), memory
 
     def pack(self, gradient: Gradient, step: jax.Array, worker: jax.Array | int) -> Packed:

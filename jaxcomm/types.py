@@ -116,13 +116,11 @@ def in_shards(state: PyTree, axes: tuple[str, ...]) -> Any:
 def from_shards(state: PyTree, axes: tuple[str, ...]) -> PyTree:
     """Returns the state that a device's exchange takes; the inverse of `in_shards`."""
 
-    def unpack_node(node: PyTree) -> PyTree:
-        if not axes or not is_per_worker(node):
-            return node
+    def unpack_node(node: PerWorker) -> PyTree:
         workers = node.axes[: len(node.axes) - len(axes)]
         return replace(node, axes=workers, shards=node.shards - len(axes)) if workers else node.rows[0]
 
-    return jax.tree.map(unpack_node, state, is_leaf=is_per_worker)
+    return map_rows(unpack_node, state) if axes else state
 
 
 def part_of(n: int, workers: Any, worker: Any) -> tuple[Any, Any]:

@@ -198,9 +198,9 @@ def read_overlap(text: str) -> float | None:
 
     def products_of(name: str) -> float:
         if name not in products:
-            own = matches.get(name, ())
-            shapes = {match["name"]: match["shape"] for match in own}
-            products[name] = sum(_products(match, shapes, products_of, collectives.trips) for match in own)
+            instructions = matches.get(name, ())
+            shapes = {match["name"]: match["shape"] for match in instructions}
+            products[name] = sum(_products(match, shapes, products_of, collectives.trips) for match in instructions)
         return products[name]
 
     shapes = {match["name"]: match["shape"] for match in matches[entry]}

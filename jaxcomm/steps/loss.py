@@ -130,11 +130,12 @@ class Scalars(NamedTuple):
                 f"a sum, of which loss and gradient would be 1/{parts} of those on one device. Take its mean; or "
                 'pass sum="loss", for the sum over all rows, also where it is divided by a number of all rows.'
             )
-        spread = [name for name, number in {"loss": loss, **scalars}.items() if number.is_spread]
-        if spread:
+        named = {"loss": loss, **scalars}
+        sums = [name for name, number in named.items() if number.is_spread]
+        if sums:
             raise ValueError(
                 "A gradient that a loss takes itself must be by something of each worker's own, since JAX sums that by "
-                f"a constant over the workers; got such a sum in {spread[0]!r}. It is {workers} times too large, or of "
+                f"a constant over the workers; got such a sum in {sums[0]!r}. It is {workers} times too large, or of "
                 "the rows of others. Let the constant vary: x = jax.lax.pcast(x, axis, to='varying'). A step of "
                 "jaxcomm.data_parallel needs nothing."
             )
@@ -158,14 +159,12 @@ class Scalars(NamedTuple):
                     f"{KINDS[how]} at {jax.tree_util.keystr(path)!r}. Take it of all rows: jax.lax.p{how}(x, axis) in "
                     f"the loss{', of jax.lax.stop_gradient(x)' * (how == 'max')}; of a number, jnp.float32(x)."
                 )
-        by_name = {"loss": loss, **scalars, **{jax.tree_util.keystr(path): number for path, number in leaves}}
+        by_name = {**named, **{jax.tree_util.keystr(path): number for path, number in leaves}}
         warn_of_weights([name for name, number in by_name.items() if number.is_quotient])
         warn_of_unknown([name for name, number in by_name.items() if number.is_unknown])
         # Not of a state: the variance that a normalisation tracks is of each worker's rows by intention.
-        numbers = {
-            name: number._replace(is_normalised=number.is_normalised and not leaves) for name, number in by_name.items()
-        }
-        warn_of_functions([name for name in ("loss", *scalars) if numbers[name].is_of_mean])
+        unmarked = {"is_normalised": False} if leaves else {}
+        warn_of_functions([name for name, number in named.items() if number._replace(**unmarked).is_of_mean])
 
     def _check_names(self, numbers: Mapping[str, Scaling]) -> None:
         """Refuses names of sums and maxima that are none."""

@@ -141,6 +141,7 @@ _INDEXED = {
     "scatter": "scatter_dims_to_operand_dims",
     "scatter-add": "scatter_dims_to_operand_dims",
 }
+# Primitives for which the order of rows counts, and what names the axis of it.
 _ORDERS = {"sort": "dimension", "top_k": "dimension", "cumprod": "axis", "cumlogsumexp": "axis"}
 _KERNELS = ("custom_linear_solve", "ffi_call", "linear_solve", "pallas_call", "ragged_dot", "ragged_dot_general")
 _ROOTS = {"sqrt": 0.5, "rsqrt": -0.5, "cbrt": 1 / 3, "square": 2}
@@ -418,7 +419,8 @@ class _Walk:
 
         counterparts = (eqn for eqn in second.eqns if not _is_exchange(eqn))  # which is another for other workers
         for one in first.eqns:
-            if _is_exchange(one):
+            stack = str(one.source_info.name_stack)
+            if SCOPE in stack:
                 is_float = [jnp.issubdtype(var.aval.dtype, jnp.floating) for var in one.invars]
                 numbers = [read(var, var) for var, floating in zip(one.invars, is_float, strict=True) if floating]
                 self.gradients += [number for number in numbers if number.is_own]
@@ -427,7 +429,7 @@ class _Walk:
             if two is None or one.primitive.name != two.primitive.name or len(one.invars) != len(two.invars):
                 raise _DifferentError
             operands = [read(*pair) for pair in zip(one.invars, two.invars, strict=True)]
-            outer, stack = self.is_backward, str(one.source_info.name_stack)
+            outer = self.is_backward
             self.is_backward = "rematted_computation" not in stack and (outer or "transpose(" in stack)
             outs = self._of_equation(one, two, operands)
             self.is_backward = outer
@@ -474,9 +476,9 @@ class _Walk:
             return _UNKNOWN._replace(**marks)
         if name in _PICK:
             places, numbers = (operands[:1], operands[1:]) if name == "select_n" else (operands[1:], operands[:1])
-            is_table = name == "select_n" or not _differs(one.invars[0], two.invars[0])
-            is_by_place = _marks(places if is_table else numbers)["is_by_place"] or _marks(numbers)["is_by_place"]
-            return _picked(places, _joined(numbers))._replace(is_own=marks["is_own"], is_by_place=is_by_place)
+            if name != "select_n" and _differs(one.invars[0], two.invars[0]):  # each row from its own place
+                places = [place._replace(is_by_place=False) for place in places]
+            return _picked(places, _joined(numbers))._replace(is_own=marks["is_own"])
         if name == "iota":
             return Scaling(is_by_place=one.params["dimension"] in _row_axes(one.outvars[0], two.outvars[0]))
         if name.startswith("random_"):
@@ -637,14 +639,14 @@ def _marks(operands: Sequence[Scaling]) -> dict[str, bool]:
 
 def _is_linear(eqn: Any, operands: Sequence[Scaling]) -> bool:
     """Returns whether an equation is linear in a worker's own numbers."""
-    name, own = eqn.primitive.name, [operand.is_own and operand.power != -math.inf for operand in operands]
+    name, marks = eqn.primitive.name, [operand.is_own and operand.power != -math.inf for operand in operands]
     if name in _LINEAR or name in COLLECTIVES or inner_jaxprs(eqn.params) or _is_guard(eqn):
         return True
     if name in ("mul", "dot_general", "conv_general_dilated"):
-        return not all(own)
+        return not all(marks)
     if name == "triangular_solve":
-        return not own[0]
-    return not own[1] if name == "div" else not any(own)
+        return not marks[0]
+    return not marks[1] if name == "div" else not any(marks)
 
 
 def _is_guard(eqn: Any) -> bool:
@@ -680,7 +682,7 @@ def _picked(places: Sequence[Scaling], number: Scaling) -> Scaling:
     if is_by_order:
         return _UNKNOWN._replace(**_marks([*places, number]))
     marks = _marks([*places, number])
-    return number._replace(is_curved=marks["is_curved"], is_normalised=marks["is_normalised"])
+    return number._replace(**{name: marks[name] for name in ("is_curved", "is_normalised", "is_by_place")})
 
 
 def _is_number(x: Any) -> bool:
