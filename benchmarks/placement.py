@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 import jaxcomm as jc
 from benchmarks import harness
+from benchmarks.conditions import machine
 from benchmarks.harness import Options, Row
 from benchmarks.shapes import shapes_of
 from jaxcomm.planner.advice import DENSE
@@ -54,8 +55,8 @@ class Config(Options):
 
 def main(config: Config) -> None:
     """Prints the table."""
-    rate, counts = bits_per_second(config.rate), harness.numbers("--devices", config.devices)
-    rows = [row for model in config.models.split(",") for row in plans(config, model, counts, rate)]
+    rate, counts, conditions = bits_per_second(config.rate), harness.numbers("--devices", config.devices), machine()
+    rows = [row | conditions for model in config.models.split(",") for row in plans(config, model, counts, rate)]
     title = f"Placement at {config.rate}, batch {config.batch}, {config.tflops:g} Tflop/s a device"
     harness.report(config.json, (title, rows))
 

@@ -20,6 +20,7 @@ from obstore.store import MemoryStore
 
 import jaxcomm as jc
 from benchmarks import harness
+from benchmarks.conditions import machine
 
 
 @dataclass(frozen=True)
@@ -78,11 +79,11 @@ def seconds_of_rounds(config: Config, overlap: int) -> list[float]:
 
 def main(config: Config) -> None:
     """Prints the table."""
-    rows, alone = [], config.steps * config.step
+    rows, conditions, alone = [], machine(), config.steps * config.step
     for overlap in harness.numbers("--overlaps", config.overlaps, least=0):
         seconds = seconds_of_rounds(config, overlap)
         row = {"overlap": overlap, "s a round": statistics.median(seconds), "min": min(seconds), "max": max(seconds)}
-        rows.append(row | {"s of its steps": alone, "beyond them": statistics.median(seconds) / alone - 1})
+        rows.append(row | {"s of its steps": alone, "beyond them": statistics.median(seconds) / alone - 1} | conditions)
     harness.report(config.json, ("Rounds whose exchange runs beside the next steps", rows))
 
 
