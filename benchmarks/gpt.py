@@ -67,8 +67,10 @@ def boundaries(width: int) -> dict[str, BoundaryFields]:
         "dense": BoundaryFields(),
         "dct_mp(0.9)": BoundaryFields(0.9),
         "dct_mp(0.95)": BoundaryFields(0.95),
+        "int8": BoundaryFields(value_dtype="int8"),
         "int4": BoundaryFields(value_dtype="int4"),
         "d": BoundaryFields(rank=width),  # the layers of a bottleneck, without one
+        "d/2 int4": BoundaryFields(rank=max(1, width // 2), value_dtype="int4"),
         "d/8": BoundaryFields(rank=max(1, width // 8)),
         "d/16": BoundaryFields(rank=max(1, width // 16)),
         "d/128": BoundaryFields(rank=max(1, width // 128)),

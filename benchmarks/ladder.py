@@ -6,11 +6,11 @@
 Width alone grows. Every model is trained once over 20 bytes of the text for each parameter outside of tables and
 logits, by every method. Learning rates are searched on the first two rungs by one rule for all, dense included: with
 one seed, from a middle rate, or from the best of the rung before (`benchmarks.mup` carries rates from width to width),
-until the best rate has a worse one on both sides. Then the best is trained with the other seeds. On later rungs methods
-are trained at the best rate of the second.
+until the best rate has a worse one on both sides. The lowest of those within 0.005 nats of it is taken, and trained
+with the other seeds. On later rungs methods are trained at the rate that the second took.
 
-With --compare boundaries, the boundaries of `benchmarks.gpt` are compared in the same way, between three stages of one
-worker that run one after another.
+With --compare boundaries, the boundaries of `benchmarks.gpt` are compared in the same way, between --stages stages of
+one worker, which run one after another.
 
 What --json has is not trained again, and every run is written as it ends, so the ladder may be climbed over many days:
 rung by rung, dense Adam first, with which all others are compared: it is refused if its seeds end more than 0.02 nats
@@ -89,19 +89,22 @@ METHODS = {
 }
 BOUNDARIES = {
     "dense": Entry("whole activations"),
+    "muon": Entry("whole activations, Muon", optimizer="muon"),
     "d": Entry("d numbers: the layers alone", boundary="d"),
+    "d/2 int4": Entry("d/2 numbers of 4 bits", boundary="d/2 int4"),
     "d/8": Entry("d/8 numbers", boundary="d/8"),
     "d/8 muon": Entry("d/8 numbers, Muon", optimizer="muon", boundary="d/8"),
     "d/16": Entry("d/16 numbers", boundary="d/16"),
     "d/128": Entry("one number", boundary="d/128"),
     "d/8 int4": Entry("d/8 numbers of 4 bits", boundary="d/8 int4"),
+    "int8": Entry('8 bits, `dct_mp(0.0, value_dtype="int8")`', boundary="int8"),
     "int4": Entry('4 bits, `dct_mp(0.0, value_dtype="int4")`', boundary="int4"),
     "dct_mp(0.9)": Entry("`dct_mp(0.9)`", boundary="dct_mp(0.9)"),
     "dct_mp(0.95)": Entry("`dct_mp(0.95)`", boundary="dct_mp(0.95)"),
 }
 COMPARED = {"methods": METHODS, "boundaries": BOUNDARIES}
-STAGES = 3  # of a model, where boundaries are compared
 NOISE = 0.02  # nats between the seeds of the baseline, at most
+TIE = 0.005  # nats: of rates whose losses are as close as this, the lowest is taken
 MARKS = ("<!-- records -->", "<!-- end of records -->")
 
 
@@ -110,7 +113,8 @@ class Config:
     """Train a ladder of GPTs by every method, and predict the last rung from the others."""
 
     compare: Literal["methods", "boundaries"] = "methods"
-    """Methods of workers, or boundaries between the three stages of one worker."""
+    """Methods of workers, or boundaries between the stages of one worker."""
+    stages: int = 3  # Stages, where boundaries are compared.
     experiment: str = "gpt_linux"  # The text: gpt_linux, which you prepare, or gpt_stdlib.
     widths: str = "56,64,80,96"  # Features of a token, of every rung, separated by commas.
     layers: int = 4  # Layers of every model.
@@ -156,7 +160,7 @@ def check(config: Config) -> None:
     """Raises ValueError for options that cannot work."""
     if config.experiment not in ("gpt_linux", "gpt_stdlib"):
         raise ValueError(f"--experiment must be gpt_linux or gpt_stdlib; got {config.experiment!r}.")
-    harness.check_least(config, 1, "layers", "batch", "workers", "evaluations", "searches", "timed_steps")
+    harness.check_least(config, 1, "layers", "batch", "workers", "evaluations", "searches", "stages", "timed_steps")
     harness.check_least(config, 2, "seeds")
     harness.check_least(config, 0, "hours")
     widths = harness.numbers("--widths", config.widths, least=1)
@@ -212,7 +216,7 @@ def settings(config: Config) -> Record:
     names = ("layers", "near", "bytes_per_parameter", "warm_up", "batch", "workers", "evaluations")
     rows = open_split(dataset, "train", config.data_dir).identity
     about = {"dataset": dataset, **rows, "length": info.length} | {name: getattr(config, name) for name in names}
-    return about if config.compare == "methods" else about | {"workers": 1, "stages": STAGES}
+    return about if config.compare == "methods" else about | {"workers": 1, "stages": config.stages}
 
 
 class Ladder:
@@ -301,7 +305,11 @@ class Ladder:
     def _trainer(self, rung: Rung, name: str, workers: int) -> Trainer:
         entry, all_workers = self.entries[name], self.about["workers"]
         rows = self.config.batch * workers // all_workers
-        cut = {"boundary": gpt.boundaries(rung.width)[entry.boundary], "stages": STAGES} if self.is_cut else {}
+        cut = (
+            {"boundary": gpt.boundaries(rung.width)[entry.boundary], "stages": self.about["stages"]}
+            if self.is_cut
+            else {}
+        )
         return Trainer(
             Text(self.about["dataset"], self.config.data_dir, rows),
             self.config.layers,
@@ -346,7 +354,7 @@ class Ladder:
             return self.best(self.rungs[place - 1], name)
         tried = self._tried(rung, name)
         is_over = tried and self._next_rate(rung, name) is None
-        return min(tried, key=lambda rate: tried[rate]) if is_over else None
+        return min(rate for rate in tried if tried[rate] <= min(tried.values()) + TIE) if is_over else None
 
     def final(self, rung: Rung, name: str) -> list[float] | None:
         """Returns the losses of the best rate, by seed; None before all runs are recorded."""
