@@ -64,7 +64,8 @@ REGIONS = Path(__file__).parents[1] / "docs" / "figures" / "regions.png"
 WIDTH, LAYERS, CLASSES, ROWS = 1024, 3, 10, 64  # of the MLP
 COMPUTED = {"alexnet": 3, "vgg16": 3}  # the number of dense layers, which end the model
 GAIN = 1.05  # times faster than dense from which a method is worthwhile
-WARM_UP = 40  # steps that are not timed: a usual step is predicted, and dct_dp refreshes in the steps 1, 2, 4, ..., 32
+WARM_UP = 10  # steps that are not timed
+REFRESHES = 40  # the same with dct_dp: a usual step is predicted, and it refreshes in the steps 1, 2, 4, ..., 32
 # Steps at least that are timed at once, one after another as in training: after a single step from a barrier, other
 # workers still compute when this one is done.
 IN_A_ROW = 5
@@ -108,7 +109,7 @@ def main(config: Config) -> None:
     rows = [row | _errors(row, rows) for row in rows]
     print_table(*headed(f"Steps of {config.shapes}, predicted and measured", rows))
     print(summary(rows))
-    write_records(config.json, rows)
+    write_records(config.json, [{"shapes": config.shapes} | row for row in rows])
 
 
 def _errors(row: Row, rows: Sequence[Row]) -> Row:
@@ -163,11 +164,11 @@ def run_host(config: Config, control: Control) -> Iterator[Row]:
                 specs[name]["kernel"] = jc.layers.narrowing_spec(params[name]["kernel"].shape)
         return jc.make_train_step(partial(loss_fn, ways=ways), chain, mesh, **({"specs": specs} if specs else {}))
 
-    def time_steps(step: Any, rate: str) -> tuple[list[float], list[float], float]:
+    def time_steps(step: Any, rate: str, warm_up: int) -> tuple[list[float], list[float], float]:
         """Returns the milliseconds and bytes of steps after the warm-up, and the predicted bytes."""
         control.set_rate("none")
         state = jax.jit(step.init)(params)
-        for _ in range(WARM_UP):
+        for _ in range(warm_up):
             state, _ = step(state, rows)
         predicted, period = step.report(state, rows).received, jc.state.communication_period(state) or 1
         control.set_rate(rate)
@@ -206,7 +207,9 @@ def run_host(config: Config, control: Control) -> Iterator[Row]:
             timed["plan"] = _shared_plan(control, advice, params, methods)
         for name, plan in timed.items():
             step = runs[name] if plan is None else step_of(plan.transformation(), _ways(plan))
-            times, counts, predicted = time_steps(step, rate)
+            uses = [name] if plan is None else list(plan.used)
+            warm_up = REFRESHES if any(used.startswith("dct_dp") for used in uses) else WARM_UP
+            times, counts, predicted = time_steps(step, rate, warm_up)
             cell = advice[name] if plan is None else None
             ends = [cell.step, cell.low, cell.high] if cell else [plan.step] * 3
             yield {
