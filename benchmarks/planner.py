@@ -291,12 +291,12 @@ def problem(shapes: str, workers: int) -> tuple[Any, Any, Any]:
             weights = scale * random.standard_normal(kernel, np.float32)
             params[f"fc{index}"] = {"kernel": weights, "bias": np.zeros(kernel[1], np.float32)}
         if dense < len(sizes):
-            batch["x"] = random.standard_normal((workers * ROWS, sizes[dense][0]), np.float32)
+            batch["x"] = random.standard_normal((workers, ROWS, sizes[dense][0]), np.float32)
 
         def inner(params: Any, batch: Any, ways: dict[str, str]) -> jax.Array:
             parts = [jnp.vdot(p, rows[0]) for p, rows in zip(params["rest"], batch["rest"], strict=True)]
             total = jnp.stack(parts).sum() / len(parts)
-            x = batch.get("x")
+            x = batch["x"][0] if "x" in batch else None
             for index in range(len(params) - 1):
                 layer, way = params[f"fc{index}"], ways.get(f"fc{index}", "reduce")
                 if way == "split":

@@ -1,5 +1,6 @@
 """The batch of a step: what is cut into workers' rows, what is replicated, and what is refused."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -90,6 +91,15 @@ def row_axes(batch: PyTree, batch_axis: PyTree = 0) -> list[int | None]:
     return axes
 
 
+def _listing(counts: Iterable[tuple[str, int]]) -> str:
+    """Returns a text on the numbers of rows, each with the first array that has it."""
+    paths: dict[int, list[str]] = {}
+    for path, rows in counts:
+        paths.setdefault(rows, []).append(path)
+    more = {rows: f" and {len(own) - 1} more" if len(own) > 1 else "" for rows, own in paths.items()}
+    return ", ".join(f"{rows} at {own[0]!r}{more[rows]}" for rows, own in paths.items())
+
+
 def check_batch(
     batch: PyTree, workers: int, micro_batches: int = 1, batch_axis: PyTree = 0, *, takes_scalars: bool = True
 ) -> None:
@@ -127,7 +137,7 @@ def check_batch(
             )
     if len(set(counts)) > 1:
         usual = max(counts, key=lambda rows: (counts.count(rows), rows % parts == 0, rows))
-        listing = ", ".join(f"{rows} at {path!r}" for path, _, rows in arrays)
+        listing = _listing((path, rows) for path, _, rows in arrays)
         example = [None if axis is None or jnp.shape(leaf)[axis] != usual else axis for _, leaf, axis in pairs]
         raise ValueError(
             f"The arrays of a batch must have the same number of rows, which are divided among {cut}; got {listing}. "

@@ -11,6 +11,7 @@ from benchmarks.shapes import MODELS, with_biases
 from configs import CONFIGS
 from configs.methods import PlumpDp, TopK
 from jaxcomm.planner.advice import DENSE
+from jaxcomm.steps.batch import check_batch
 from tests.benchmarks.places import run
 from train.loop import describe
 from train.seeds import label
@@ -93,6 +94,7 @@ def test_problems(shapes, monkeypatch):
     monkeypatch.setitem(MODELS, "twin", lambda: with_biases([(3, 3, 2, 4), (36, 20), (20, 10)]))
     monkeypatch.setitem(COMPUTED, "twin", 2)
     loss, params, batch = problem(shapes, 2)
+    check_batch(batch, 2)
     rows = jax.tree.map(lambda leaf: leaf[: len(leaf) // 2], batch)
     value, gradient = jax.value_and_grad(loss)(params, rows, ways={})
     assert abs(float(value)) < 1e4

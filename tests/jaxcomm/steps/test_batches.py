@@ -142,6 +142,12 @@ def test_bad_axes(make, axes, message):
         step(step.init(params()), arrays())
 
 
+def test_of_many_arrays_one_of_each_number_is_named():
+    batch = {"x": [np.ones((8, 2))] * 30, "y": np.ones(16)}
+    with pytest.raises(ValueError, match=r"got 8 at \"\['x'\]\[0\]\" and 29 more, 16 at \"\['y'\]\"\. Say"):
+        check_batch(batch, K)
+
+
 def test_an_axis_as_the_remedy():
     with pytest.raises(ValueError, match=r"got 6 rows at .*'x'.* along another axis \(time first\), pass batch_axis="):
         check_batch({"x": np.ones((6, ROWS, WIDTH)), "y": np.ones(6)}, K)
