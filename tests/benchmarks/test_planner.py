@@ -6,7 +6,7 @@ import json
 import pytest
 
 from benchmarks.ladder import METHODS
-from benchmarks.planner import COMPUTED, COSTS, MEASURED, Accuracy, accuracy, problem, summary
+from benchmarks.planner import COMPUTED, COSTS, MEASURED, Accuracy, accuracy, ladder_accuracy, problem, summary
 from benchmarks.shapes import MODELS, with_biases
 from configs import CONFIGS
 from configs.methods import PlumpDp, TopK
@@ -40,11 +40,14 @@ def test_known_accuracy():
     assert json.loads(COSTS.read_text())["accuracy"] == accuracy()
 
 
-def ladder_records():
-    """Runs of the first rung at three rates, of which the middle one is best: nats above dense 0.15, 0.2 and 0.25."""
+LOSSES = {"dense": (2.0, 2.1, 2.2), "topk": (2.15, 2.3, 2.45), "powersgd": (2.0,)}
+
+
+def ladder_records(width=56, **more):
+    """Runs of a rung at three rates, of which the middle one is best: nats above dense 0.15, 0.2 and 0.25."""
     about = {"length": 256, "batch": 4}
-    for name, losses in {"dense": (2.0, 2.1, 2.2), "topk": (2.15, 2.3, 2.45), "powersgd": (2.0,)}.items():
-        key = {"of": "run", "about": about, "width": 56, "method": name, "setting": label(METHODS[name].method)}
+    for name, losses in (LOSSES | more).items():
+        key = {"of": "run", "about": about, "width": width, "method": name, "setting": label(METHODS[name].method)}
         trials = [(0.016, seed, loss) for seed, loss in enumerate(losses)] + [(0.008, 0, 3.0), (0.032, 0, 3.0)]
         yield from (key | {"rate": rate, "seed": seed, "loss": loss} for rate, seed, loss in trials)
 
@@ -85,6 +88,17 @@ def test_interval_of_accuracy(tmp_path, monkeypatch):
     assert accuracy() == dict.fromkeys(MEASURED, expected) | nats
     assert (Accuracy(**expected).loss, Accuracy(**nats["topk(0.99)"]).loss) == (None, 0.076)
     assert str(Accuracy(**expected)) == "-2.00 points (95%: -4.48 to +0.48), Fashion-MNIST, 2,000 steps, 3 seeds"
+
+
+def test_methods_are_compared_on_one_rung(tmp_path, monkeypatch):
+    """The second rung has topk alone: quant_dp, which the first has too, would be compared with another model's."""
+    monkeypatch.setattr("benchmarks.planner.LADDER", tmp_path / "ladder.json")
+    for both, size in (({}, "153,776"), ({"quant_dp": (2.0, 2.1, 2.2)}, "200,320")):
+        records = [*ladder_records(56, quant_dp=(2.0, 2.1, 2.2)), *ladder_records(64, **both)]
+        (tmp_path / "ladder.json").write_text(json.dumps(records))
+        known = ladder_accuracy()
+        assert known.keys() == {"topk(0.99)", "quant_dp(8)"}
+        assert all(size in row["on"] for row in known.values())
 
 
 @pytest.mark.parametrize("shapes", ["mlp", "1000", "twin"])
