@@ -160,8 +160,8 @@ def check(config: Config) -> None:
     """Raises ValueError for options that cannot work."""
     if config.experiment not in ("gpt_linux", "gpt_stdlib"):
         raise ValueError(f"--experiment must be gpt_linux or gpt_stdlib; got {config.experiment!r}.")
-    harness.check_least(config, 1, "layers", "batch", "workers", "evaluations", "searches", "stages", "timed_steps")
-    harness.check_least(config, 2, "seeds")
+    harness.check_least(config, 1, "layers", "batch", "workers", "evaluations", "searches", "timed_steps")
+    harness.check_least(config, 2, "seeds", "stages")
     harness.check_least(config, 0, "hours")
     widths = harness.numbers("--widths", config.widths, least=1)
     if len(widths) < 4 or widths != sorted(set(widths)):
@@ -305,11 +305,6 @@ class Ladder:
     def _trainer(self, rung: Rung, name: str, workers: int) -> Trainer:
         entry, all_workers = self.entries[name], self.about["workers"]
         rows = self.config.batch * workers // all_workers
-        cut = (
-            {"boundary": gpt.boundaries(rung.width)[entry.boundary], "stages": self.about["stages"]}
-            if self.is_cut
-            else {}
-        )
         return Trainer(
             Text(self.about["dataset"], self.config.data_dir, rows),
             self.config.layers,
@@ -321,7 +316,8 @@ class Ladder:
             warm_up=round(self.config.warm_up * rung.steps),
             start=round(entry.start * rung.steps),
             near=self.about["near"],
-            **cut,
+            boundary=gpt.boundaries(rung.width)[entry.boundary],
+            stages=self.about.get("stages", 1),
         )
 
     def _time(self, rung: Rung, name: str) -> Record:

@@ -33,7 +33,7 @@ from benchmarks import harness
 from benchmarks.conditions import headed
 from benchmarks.harness import Control, HostOptions, Row
 from benchmarks.ladder import Config as LadderConfig
-from benchmarks.ladder import Ladder, Rung
+from benchmarks.ladder import Ladder
 from benchmarks.shapes import shapes_of
 from configs import CONFIGS
 from configs.methods import DctDp, LocalSgd, Method, PlumpDp, PowerSgd, QuantDp, RandomK, Sign, TopK
@@ -391,22 +391,21 @@ def accuracy() -> dict[str, dict[str, Any]]:
 def ladder_accuracy() -> dict[str, dict[str, Any]]:
     """Returns what docs/data/ladder.json has about the candidates: on one rung, the largest that has most of them."""
     ladder = Ladder(LadderConfig(), Records(LADDER), json.loads(LADDER.read_text())[0]["about"])
-
-    def complete(rung: Rung) -> dict[str, tuple[str, list[float]]]:
-        runs = {name: (entry, ladder.final(rung, entry)) for name, entry in ON_LADDER.items()}
-        return {name: (entry, losses) for name, (entry, losses) in runs.items() if losses}
-
-    done = [rung for rung in ladder.rungs if ladder.final(rung, "dense")]
-    if not done:
-        return {}
-    rung = max(done, key=lambda rung: (len(complete(rung)), rung.size))
-    dense, known = ladder.final(rung, "dense") or [], dict[str, dict[str, Any]]()
-    for name, (entry, losses) in complete(rung).items():
-        gaps = [own - other for own, other in zip(losses, dense, strict=True)]
+    dense = {rung: losses for rung in ladder.rungs if (losses := ladder.final(rung, "dense"))}
+    found = {
+        rung: {name: losses for name, entry in ON_LADDER.items() if (losses := ladder.final(rung, entry))}
+        for rung in dense
+    }
+    known = dict[str, dict[str, Any]]()
+    if not found:
+        return known
+    rung = max(found, key=lambda rung: (len(found[rung]), rung.size))
+    size = rung.steps * ladder.about["batch"] * ladder.about["length"]
+    for name, losses in found[rung].items():
+        gaps = [own - other for own, other in zip(losses, dense[rung], strict=True)]
         numbers = (round(number, 3) + 0.0 for number in (statistics.fmean(gaps), *interval(gaps)))  # no -0.0
-        size = rung.steps * ladder.about["batch"] * ladder.about["length"]
         on = f"a GPT of {rung.size:,} parameters on {1e-6 * size:.1f} MB of text, {len(gaps)} seeds"
-        own = ladder.entries[entry].method
+        own = ladder.entries[ON_LADDER[name]].method
         on += f", life_span of {own.life_span}" if isinstance(own, DctDp) else ""
         known[name] = Accuracy(*numbers, "nats", on)._asdict()
     return known

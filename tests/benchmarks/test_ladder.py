@@ -50,7 +50,7 @@ def trained(monkeypatch):
             entries, self.all_workers = METHODS.items(), 4
             made = method, optimizer, start / steps > 0.05  # a tenth, rounded to steps
             self.name = next(n for n, e in entries if (e.method, e.optimizer, e.start > 0) == made)
-            if boundary is not None:
+            if stages > 1:
                 assert (stages, method) == (5, METHODS["dense"].method)
                 known = {(entry.boundary, entry.optimizer): name for name, entry in BOUNDARIES.items()}
                 crossing = next(n for n, same in gpt.boundaries(width).items() if same == boundary)
