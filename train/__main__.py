@@ -5,11 +5,13 @@ NAME is an experiment in `configs` ("digits" if omitted); `python -m train NAME 
 of runs on an HTML page; both have a `--help` too.
 """
 
+import _thread
 import dataclasses
 import os
 import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -282,7 +284,22 @@ def advise(experiment: Experiment, processes: Processes) -> int:
     return 3 if advice.keeps_dense else 0
 
 
+def interrupt_again(lost: "sys.UnraisableHookArgs") -> None:
+    """Repeats an interrupt that was raised where Python ignores exceptions, as in JAX's callback of garbage collection.
+
+    It comes from another thread and a moment later: here it would be ignored too.
+    """
+    if not isinstance(lost.exc_value, KeyboardInterrupt):
+        sys.__unraisablehook__(lost)
+        return
+    number = next(sig for sig in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if callable(signal.getsignal(sig)))
+    timer = threading.Timer(0.05, _thread.interrupt_main, [number])
+    timer.daemon = True
+    timer.start()
+
+
 if __name__ == "__main__":
+    sys.unraisablehook = interrupt_again
     for number in (signal.SIGTERM, signal.SIGHUP):  # end this process as Ctrl-C does, until training handles them
         if signal.getsignal(number) == signal.SIG_DFL:  # and not ignored, as by nohup
             signal.signal(number, signal.default_int_handler)

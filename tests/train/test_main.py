@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from functools import partial
 from pathlib import Path
@@ -323,6 +324,27 @@ def test_a_signal_before_training(number, tmp_path):
     process.send_signal(number)
     _, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (130, "train: interrupted; what was saved is kept\n")
+    assert not out.exists()
+
+
+@pytest.mark.slow
+def test_a_signal_in_a_callback(tmp_path):
+    """Python ignores what is raised there, as in JAX's callback of garbage collection: the interrupt is repeated."""
+    out = tmp_path / "runs"
+    program = textwrap.dedent(f"""
+        import gc, os, pathlib, runpy, signal, sys
+        runs = pathlib.Path({str(out / "digits" / "runs.json")!r})
+        def end(*_):
+            if runs.exists():
+                gc.callbacks.remove(end)
+                os.kill(os.getpid(), signal.SIGTERM)
+                sum(range(1000))  # the signal is handled in here
+        gc.callbacks.append(end)
+        runpy.run_module("train", run_name="__main__", alter_sys=True)
+    """)
+    argv = [sys.executable, "-c", program, "digits", *SHORT[2:], "--no-baseline", "--out", str(out)]
+    ended = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stderr) == (130, "train: interrupted; what was saved is kept\n")
     assert not out.exists()
 
 
