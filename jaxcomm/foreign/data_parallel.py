@@ -385,6 +385,7 @@ class DataParallel:
         hows = self._hows(about, out.arrays, varying, scalars, counts)
         pairs = zip(about, hows, strict=True)  # a metric of NNX has sums and counts, whose quotient is the mean
         scaling.check(
+            [leaf.name for leaf in about],
             [leaf.name * (how == "mean" and ":MetricState" not in leaf.name) for leaf, how in pairs],
             [leaf.name * any(map(self._is_rows, (leaf.name, leaf.origin or ""))) for leaf in about],
             any(map(has_error_feedback, exchange_states(state.tree()))),

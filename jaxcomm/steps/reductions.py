@@ -44,6 +44,7 @@ class Scaling(NamedTuple):
       has_extreme: whether the largest or smallest of own rows is in it.
       is_mixed: whether terms were added that scale differently.
       is_total: whether it is of the rows of all workers.
+      is_multiple: whether the sum over the workers of what is no sum over rows, such as a mean, is in it.
       is_shared: whether it is computed from numbers of other workers.
       is_spread: whether a gradient is in it that JAX has summed over the workers, since it is that of a constant.
       is_curved: whether it is a function, and no linear one, of own numbers that have no rows left, and no mean over
@@ -52,6 +53,7 @@ class Scaling(NamedTuple):
       is_normalised: whether it is a function, and no linear one, of rows and such means, as a normalisation is.
       is_stacked: whether rows of several arrays were put one behind another, to be told apart by place.
       is_by_place: whether it depends on where a row stands among a worker's own, as `jnp.arange(len(x))` does.
+      blocks: into how many blocks rows were cut, each of rows that stand together; 0 if they were not.
       constant: its value, if it is a constant of the program.
     """
 
@@ -63,6 +65,7 @@ class Scaling(NamedTuple):
     has_extreme: bool = False
     is_mixed: bool = False
     is_total: bool = False
+    is_multiple: bool = False
     is_shared: bool = False
     is_spread: bool = False
     is_curved: bool = False
@@ -70,6 +73,7 @@ class Scaling(NamedTuple):
     is_normalised: bool = False
     is_stacked: bool = False
     is_by_place: bool = False
+    blocks: int = 0
     constant: float | None = None
 
     @property
@@ -295,18 +299,21 @@ class StepScaling(NamedTuple):
             return cls([], [], workers) if has_one else cls(numbers, [_NEITHER], workers)
         return cls(numbers, gradients, workers)
 
-    def check(self, averaged: Sequence[str], of_rows: Sequence[str] = (), feeds_back: bool = False) -> None:
-        """Refuses gradients, and outputs that are averaged, that are sums over a worker's rows; warns of quotients.
+    def check(
+        self, names: Sequence[str], averaged: Sequence[str], of_rows: Sequence[str] = (), feeds_back: bool = False
+    ) -> None:
+        """Refuses gradients, and outputs that are averaged, that are sums over a worker's rows; warns of others.
 
         Args:
-          averaged: for every output its path, if it is averaged over the workers; else "".
+          names: for every output its path.
+          averaged: the same, if it is averaged over the workers; else "".
           of_rows: the same, if each row has its own.
           feeds_back: whether an exchange has error feedback, so that each worker's gradient is clipped before it.
 
         Raises:
           ValueError: naming the outputs.
         """
-        if any(gradient.power == 1 for gradient in self.gradients):
+        if any(gradient.power == 1 and not gradient.is_by_place for gradient in self.gradients):
             raise ValueError(
                 "A loss must be a mean over rows, since an exchange takes the mean over the workers; got the gradient "
                 f"of a sum, which would be 1/{self.workers} of that on one device. Take the mean of the rows' losses; "
@@ -322,6 +329,7 @@ class StepScaling(NamedTuple):
                     "jax.lax.pmean(x, axis) in the step."
                 )
         warn_of_shares([name for name, number in zip(of_rows, self.outputs, strict=False) if name and number.is_share])
+        warn_of_multiples([name for name, number in zip(names, self.outputs, strict=False) if number.is_multiple])
         # In the backward pass of a normalisation by own statistics there are such ratios as well.
         pairs = [("gradients", number._replace(is_ratio=False)) for number in self.gradients] + pairs
         warn_of_weights([name for name, number in pairs if number.is_quotient])
@@ -339,6 +347,15 @@ def warn_of_unknown(names: Sequence[str]) -> None:
         "written in the code. The mean over workers and micro-batches is the number of one device only if it is a "
         "mean over rows. If it is, ignore this warning. Where time comes first, pass batch_axis=1; otherwise take it "
         "of all rows: jax.lax.all_gather(x, axis, tiled=True).",
+    )
+
+
+def warn_of_multiples(names: Sequence[str]) -> None:
+    """Warns that some numbers, if any, are K times those of one device."""
+    _warn(
+        names,
+        "the sum over the workers of what is no sum over a worker's rows, such as a mean: as many times the number of "
+        "one device as there are workers. Take jax.lax.pmean.",
     )
 
 
@@ -457,8 +474,10 @@ class _Walk:
         if name != "while" and len(inner[0]) == len(inner[1]) == 1 and len(inner[0][0].invars) == len(operands):
             return self.outputs(inner[0][0], inner[1][0], operands)
         if name in _KEEP and not _is_shifted(one, two):
-            if _is_part(one, two) and not operands[0].is_stacked:
+            if _is_part(one, two, operands[0].blocks) and not operands[0].is_stacked:
                 operands = [operands[0]._replace(is_by_place=True)]
+            if name == "reshape" and (blocks := _blocks(one, two)):
+                operands = [operands[0]._replace(blocks=blocks)]
             return operands * len(one.outvars) if len(operands) == 1 else operands
         if name in COLLECTIVES and len(operands) == len(one.outvars):
             return [self._of_collective(one, operand) for operand in operands]
@@ -474,6 +493,11 @@ class _Walk:
         powers = [operand.power for operand in operands]
         if name in _INDEXED and _points_at_rows(one, two, operands[1]):
             return _UNKNOWN._replace(**marks)
+        if _is_at_place(one, two, marks["blocks"]) and not any(
+            place.is_by_place for place in operands[1:]
+        ):  # in a loop
+            operands = [operands[0]._replace(is_by_place=True), *operands[1:]]
+            marks = _marks(operands)
         if name in _PICK:
             places, numbers = (operands[:1], operands[1:]) if name == "select_n" else (operands[1:], operands[:1])
             if name != "select_n" and _differs(one.invars[0], two.invars[0]):  # each row from its own place
@@ -534,11 +558,14 @@ class _Walk:
         is_quotient, marks = one.primitive.name == "div", _marks([left, right])
         has_total = left.is_total != right.is_total if is_quotient else left.is_total or right.is_total
         is_total = has_total and not marks["is_own"]
+        # Of one worker, a pmean is divided by 1.
+        marks["is_multiple"] &= not (left.is_count or right.is_count or (is_quotient and right.is_total))
         power = left.power - right.power if is_quotient else left.power + right.power
         for number, other in ((left, right), (right, left)):
             if other.constant and other.power == 0 and number.is_total and (number is left or not is_quotient):
                 factor = 1 / other.constant if is_quotient else other.constant
                 is_total = not math.isclose(factor * self.workers, 1, rel_tol=1e-5)
+                marks["is_multiple"] &= is_total
                 power += self.is_alone and not is_total  # of an only worker, the total was counted as that of one of K
         if is_quotient:
             if right.is_total and right.power >= 1 and left.is_own and not self.is_alone:
@@ -558,11 +585,15 @@ class _Walk:
         shared = operand._replace(is_shared=True, constant=None, **unmarked)
         if not axes:
             return operand
+        is_multiple = name in _SUMS and operand.power == 0 and not operand.is_shared and self.workers > 1
         if self.is_alone:
             is_total = name in _SUMS
-            return shared._replace(power=operand.power - is_total, is_total=is_total, is_own=False)
+            power, is_multiple = operand.power - is_total, is_multiple and operand.is_own
+            return shared._replace(power=power, is_total=is_total, is_multiple=is_multiple, is_own=False)
         if name in _SUMS and self.is_backward:
             return shared._replace(is_spread=True)
+        if not operand.is_own and operand.constant is not None and name in _SUMS:  # the number of workers
+            return shared._replace(constant=self.workers * operand.constant)
         if not operand.is_own or COLLECTIVES[name] not in ("all_reduce", "all_gather"):
             is_own = operand.is_own or name in ("reduce_scatter", "all_to_all", "ppermute")  # rows again
             return shared._replace(is_own=is_own, is_total=operand.is_total and not is_own)
@@ -570,7 +601,10 @@ class _Walk:
             return _NEITHER
         is_known = name in _SUMS or operand.power == 0
         return shared._replace(
-            power=operand.power if is_known else math.nan, is_own=False, is_total=name not in ("pmax", "pmin")
+            power=operand.power if is_known else math.nan,
+            is_own=False,
+            is_total=name not in ("pmax", "pmin"),
+            is_multiple=is_multiple,
         )
 
     def _of_constants(self, one: PyTree, two: PyTree) -> Scaling:
@@ -633,8 +667,8 @@ def _leads(var: Any, carry: PyTree, producers: dict[Any, Any]) -> bool:
 
 def _marks(operands: Sequence[Scaling]) -> dict[str, bool]:
     names = ("is_own", "is_weighted", "is_ratio", "is_mixed", "is_shared", "is_curved", "has_mean", "is_normalised")
-    names += ("has_extreme", "is_spread", "is_stacked", "is_by_place")
-    return {name: any(getattr(x, name) for x in operands) for name in names}
+    names += ("has_extreme", "is_spread", "is_stacked", "is_by_place", "blocks", "is_multiple")
+    return {name: max((getattr(x, name) for x in operands), default=False) for name in names}
 
 
 def _is_linear(eqn: Any, operands: Sequence[Scaling]) -> bool:
@@ -718,17 +752,33 @@ def _is_shifted(one: PyTree, two: PyTree) -> bool:
     return any(size != second and out * second != second_out * size for size, out, second, second_out in sizes)
 
 
-def _is_part(one: PyTree, two: PyTree) -> bool:
+def _blocks(one: PyTree, two: PyTree) -> int:
+    """Returns into how many blocks a reshape cuts the rows, as `x.reshape(2, -1, d)`; 0 if into none, or pairs."""
+    array, out = one.invars[0], one.outvars[0]
+    axes, out_axes = _row_axes(array, two.invars[0]), _row_axes(out, two.outvars[0])
+    if len(axes) != 1 or len(out_axes) != 1:
+        return 0
+    before, out_before = (math.prod(x.aval.shape[: axis[0]]) for x, axis in ((array, axes), (out, out_axes)))
+    return out_before // before if out_before > before else 0
+
+
+def _is_part(one: PyTree, two: PyTree, blocks: int) -> bool:
     """Returns whether some of a worker's rows are taken from one place, as the first half; but not every second one."""
-    array, params = one.invars[0].aval, one.params
-    if one.primitive.name == "split":
-        return _rows_along(one, two, [params["axis"]]) > 0
-    if one.primitive.name != "slice":
+    array, params, name = one.invars[0].aval, one.params, one.primitive.name
+    row_axes = _row_axes(one.invars[0], two.invars[0])
+    if name in ("split", "unstack"):
+        axis = params["axis"]
+        return axis in row_axes or _is_of_blocks(array.shape, axis, row_axes, blocks)
+    if name != "slice":
         return False
     strides, shape = params["strides"] or [1] * array.ndim, one.outvars[0].aval.shape
-    return any(
-        shape[axis] < array.shape[axis] and strides[axis] == 1 for axis in _row_axes(one.invars[0], two.invars[0])
-    )
+    parts = [axis for axis in range(array.ndim) if shape[axis] < array.shape[axis] and strides[axis] == 1]
+    return any(axis in row_axes or _is_of_blocks(array.shape, axis, row_axes, blocks) for axis in parts)
+
+
+def _is_of_blocks(shape: Sequence[int], axis: int, row_axes: Sequence[int], blocks: int) -> bool:
+    """Returns whether an axis is the one of blocks of rows."""
+    return blocks > 0 and shape[axis] == blocks and any(axis < row_axis for row_axis in row_axes)
 
 
 def _rows_along(one: PyTree, two: PyTree, axes: Sequence[int]) -> int:
@@ -760,6 +810,20 @@ def _points_at_rows(one: PyTree, two: PyTree, places: Scaling) -> bool:
     return places.is_own and not places.is_by_place and _rows_along(one, two, indexed) > 0
 
 
+def _is_at_place(one: PyTree, two: PyTree, blocks: int) -> bool:
+    """Returns whether some of a worker's rows are read or written at places, and not each at its own."""
+    name = one.primitive.name
+    if name not in _INDEXED and name not in ("dynamic_slice", "dynamic_update_slice"):
+        return False
+    part = (one.outvars, two.outvars) if name in ("gather", "dynamic_slice") else (one.invars[1:], two.invars[1:])
+    shape, row_axes = one.invars[0].aval.shape, _row_axes(one.invars[0], two.invars[0])
+    indexed = getattr(one.params["dimension_numbers"], _INDEXED[name]) if name in _INDEXED else range(len(shape))
+    sizes = one.params.get("slice_sizes", shape)
+    if any(sizes[axis] < blocks and _is_of_blocks(shape, axis, row_axes, blocks) for axis in indexed):
+        return True
+    return not any(map(_differs, *part)) and any(axis in row_axes for axis in indexed)
+
+
 def _mixes_rows(one: PyTree, two: PyTree) -> bool:
     """Returns whether a convolution slides along rows."""
     spatial = one.params["dimension_numbers"].lhs_spec[2:]
@@ -785,6 +849,7 @@ def _summed(operands: Sequence[Scaling], axes: int) -> Scaling:
     """Returns the scaling of a sum of products, along some axes of rows."""
     marks, is_total = _marks(operands), any(x.is_total for x in operands)
     marks["is_curved"] &= not axes
+    marks["is_multiple"] &= not axes
     marks["has_mean"] |= axes > 0 and marks["is_own"]
     power, is_extreme = sum(x.power for x in operands) + axes, _is_extreme(operands) and not axes
     return Scaling(power, is_extreme=is_extreme, is_total=is_total and not marks["is_own"], **marks)

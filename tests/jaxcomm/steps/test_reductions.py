@@ -100,6 +100,10 @@ LOSSES = {
     "hinge": (lambda x, y, v: jnp.maximum(0, x + 1).at[jnp.arange(len(y)), y].set(0).mean(), 0),
     "views of rows": (lambda x, y, v: jnp.square(jnp.subtract(*jnp.split(jnp.concatenate([x, x**2]), 2))).mean(), 0),
     "every second row": (lambda x, y, v: jnp.square(x[::2] - x[1::2]).mean(), 0),
+    "views in turn": (lambda x, y, v: jnp.square(jnp.subtract(*jnp.unstack(x.reshape(-1, 2, 4), axis=1))).mean(), 0),
+    "micro-batches": (lambda x, y, v: jax.lax.map(lambda part: (part**2).mean(), x.reshape(2, -1, 4)).mean(), 0),
+    "loop over places": (lambda x, y, v: jax.lax.map(lambda i: x[i] ** 2, jnp.arange(len(x))).mean(), 0),
+    "a column by its place": (lambda x, y, v: (x.at[:, 1].set(0)[:, 2] + x.at[:, 1].multiply(2)[:, 1]).mean(), 0),
     "noise of every row": (lambda x, y, v: noisy(x).mean(), None),
     "running sum": (lambda x, y, v: jnp.cumsum(cross_entropy(x, y))[-1], None),
     "window": (lambda x, y, v: jax.lax.reduce_window(x[:, 0], 0.0, jax.lax.add, (len(x),), (1,), "VALID")[0], 1),
@@ -164,7 +168,15 @@ NEITHER = {
     "a convolution along rows": lambda x: jnp.square(jnp.convolve(x[:, 0], WEIGHTS[:, 0], mode="same")).mean(),
     "views in the halves of a batch": lambda x: jnp.square(x[: len(x) // 2] - x[len(x) // 2 :]).mean(),
     "views that are split": lambda x: jnp.square(jnp.subtract(*jnp.split(x, 2))).mean(),
+    "views in blocks": lambda x: jnp.square(jnp.subtract(*x.reshape(2, -1, 4))).mean(),
+    "a block by its number": lambda x: x.reshape(2, -1, 4)[jnp.array(1)].mean(),
     "neighbours": lambda x: jnp.square(x[1:] - x[:-1]).mean(),
+    "rows by their numbers": lambda x: x[np.array([0, 3])].mean(),
+    "rows by a permutation of a fixed length": lambda x: x[jax.random.permutation(jax.random.key(0), ROWS)].mean(),
+    "rows from a place": lambda x: jax.lax.dynamic_slice_in_dim(x, jnp.array(1), 3).mean(),
+    "all but the first row": lambda x: x.at[0].set(0).mean(),
+    "rows that are weighed by number": lambda x: x.at[np.array([0, 3])].multiply(2).mean(),
+    "rows that are written over": lambda x: jax.lax.dynamic_update_slice(x, jnp.ones((1, 4)), (0, 0)).mean(),
     "the first row": lambda x: x[0].mean(),
     "a penalty by rows": lambda x: x.mean() + jnp.sum(WEIGHTS**2) / len(x),
     "running average": lambda x: jax.lax.scan(lambda mean, row: (0.9 * mean + 0.1 * row.sum(), None), 0.0, x)[0],
@@ -179,6 +191,39 @@ def test_neither_a_mean_nor_a_sum(name):
     state = step.init(PARAMS)
     with pytest.warns(UserWarning, match="loss: cannot be told to be a mean over rows"):
         step(state, BATCH)
+
+
+MULTIPLES = {
+    "a mean": lambda x: jax.lax.psum(x.mean(), "data"),
+    "a mean, in part": lambda x: x.mean() + 0.1 * jax.lax.psum(jnp.square(x).mean(), "data"),
+    "a part of it": lambda x: jnp.tanh(jax.lax.psum(x.mean(), "data")) * x.mean(),
+}
+ONE_NUMBER = {
+    "a mean over all": lambda x: jax.lax.psum(x.mean(), "data") / jax.lax.axis_size("data"),
+    "by a count of workers": lambda x: jax.lax.psum(x.mean(), "data") / jax.lax.psum(jnp.ones(()), "data"),
+    "a sum": lambda x: jax.lax.psum(x.sum(), "data") / jax.lax.psum(jnp.float32(x.size), "data"),
+    "parts of a mean": lambda x: jax.lax.psum(x.sum() / jax.lax.psum(jnp.float32(x.size), "data"), "data"),
+    "a pmean": lambda x: jax.lax.pmean(x.mean(), "data"),
+}
+
+
+@pytest.mark.parametrize("name", MULTIPLES | ONE_NUMBER)
+def test_sum_of_means(name):
+    """It is K times the number of one device, and warns; what is the same number does not."""
+    function = (MULTIPLES | ONE_NUMBER)[name]
+    train_step, state = foreign(lambda p, b: function(b["x"] * p["w"]))
+    step = jc.make_train_step(lambda p, b: function(b["x"] * p["w"]), jc.chain(jc.plump_dp(), TX), jc.make_mesh(data=K))
+    calls = (
+        lambda: jc.data_parallel(train_step, jc.make_mesh(data=K))(state, BATCH),
+        lambda: step(step.init(PARAMS), BATCH),
+    )
+    for call in calls:
+        with (
+            pytest.warns(match="the sum over the workers of what is no sum")
+            if name in MULTIPLES
+            else contextlib.nullcontext()
+        ):
+            call()
 
 
 POINTED = {
