@@ -584,7 +584,8 @@ def data_parallel(
         named here, too, if they are static in a `jax.jit` of the step's own. (Strings and functions always are.)
       rng: a regular expression of paths in the arguments that are not batches, for random keys of which each worker
         gets its own: "key" for an argument of that name, "RngKey" for the keys of NNX. A key that is returned in the
-        state is replicated. Without `rng`, all workers draw the same numbers, each for its own rows.
+        state is replicated. Without `rng`, all workers draw the same numbers; where these are of rows, the
+        step warns.
       check_every: calls from one comparison of all replicated state across the devices to the next; None for never. It
         waits for the step, and each device receives 4 bytes an array from every other. It finds what no trace can
         show: processes that started with other parameters, kernels that are not deterministic.

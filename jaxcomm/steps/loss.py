@@ -24,6 +24,7 @@ from jaxcomm.steps.reductions import (
     scalings,
     warn_of_functions,
     warn_of_multiples,
+    warn_of_noise,
     warn_of_unknown,
     warn_of_weights,
 )
@@ -121,10 +122,10 @@ class Scalars(NamedTuple):
         numbers = scalings(function, rows, workers, names)
         if numbers is None:
             return
-        self._check_names({"loss": numbers[0], **numbers[1]})
-        warn_of_multiples(
-            [name for name, number in {"loss": numbers[0], **numbers[1]}.items() if number.is_multiple]
-        )
+        named = {"loss": numbers[0], **numbers[1]}
+        self._check_names(named)
+        warn_of_multiples([name for name, number in named.items() if number.is_multiple])
+        warn_of_noise([name for name, number in named.items() if number.is_alike])
         if self.micro_batches > 1:  # what is of all workers is still of one micro-batch
             numbers = jax.tree.map(Scaling.of_micro_batch, numbers, is_leaf=lambda node: isinstance(node, Scaling))
         loss, scalars, model_state = numbers

@@ -53,6 +53,8 @@ class Scaling(NamedTuple):
       is_normalised: whether it is a function, and no linear one, of rows and such means, as a normalisation is.
       is_stacked: whether rows of several arrays were put one behind another, to be told apart by place.
       is_by_place: whether it depends on where a row stands among a worker's own, as `jnp.arange(len(x))` does.
+      is_of_worker: whether it depends on the worker's number.
+      is_alike: whether random numbers of rows are in it whose key is the same on all workers.
       blocks: into how many blocks rows were cut, each of rows that stand together; 0 if they were not.
       constant: its value, if it is a constant of the program.
     """
@@ -73,6 +75,8 @@ class Scaling(NamedTuple):
     is_normalised: bool = False
     is_stacked: bool = False
     is_by_place: bool = False
+    is_of_worker: bool = False
+    is_alike: bool = False
     blocks: int = 0
     constant: float | None = None
 
@@ -329,6 +333,7 @@ class StepScaling(NamedTuple):
                     "jax.lax.pmean(x, axis) in the step."
                 )
         warn_of_shares([name for name, number in zip(of_rows, self.outputs, strict=False) if name and number.is_share])
+        warn_of_noise([name for name, number in pairs if number.is_alike])
         warn_of_multiples([name for name, number in zip(names, self.outputs, strict=False) if number.is_multiple])
         # In the backward pass of a normalisation by own statistics there are such ratios as well.
         pairs = [("gradients", number._replace(is_ratio=False)) for number in self.gradients] + pairs
@@ -356,6 +361,16 @@ def warn_of_multiples(names: Sequence[str]) -> None:
         names,
         "the sum over the workers of what is no sum over a worker's rows, such as a mean: as many times the number of "
         "one device as there are workers. Take jax.lax.pmean.",
+    )
+
+
+def warn_of_noise(names: Sequence[str]) -> None:
+    """Warns that some numbers, if any, have the same noise on all workers."""
+    _warn(
+        names,
+        "computed with random numbers of rows (a dropout, an augmentation) of which all workers draw the same, since "
+        "their key is. On one device every row has its own. Pass rng=, for keys of each worker's own; or fold in the "
+        "worker, jax.random.fold_in(key, jax.lax.axis_index(axis)).",
     )
 
 
@@ -493,9 +508,8 @@ class _Walk:
         powers = [operand.power for operand in operands]
         if name in _INDEXED and _points_at_rows(one, two, operands[1]):
             return _UNKNOWN._replace(**marks)
-        if _is_at_place(one, two, marks["blocks"]) and not any(
-            place.is_by_place for place in operands[1:]
-        ):  # in a loop
+        is_in_loop = any(place.is_by_place for place in operands[1:])
+        if not is_in_loop and _is_at_place(one, two, marks["blocks"]):
             operands = [operands[0]._replace(is_by_place=True), *operands[1:]]
             marks = _marks(operands)
         if name in _PICK:
@@ -505,8 +519,14 @@ class _Walk:
             return _picked(places, _joined(numbers))._replace(is_own=marks["is_own"])
         if name == "iota":
             return Scaling(is_by_place=one.params["dimension"] in _row_axes(one.outvars[0], two.outvars[0]))
+        if name == "axis_index":
+            return Scaling(is_of_worker=True)
         if name.startswith("random_"):
             marks["is_by_place"] = False  # noise of any row does
+            has_rows = any(map(_differs, one.outvars, two.outvars))
+            marks["is_alike"] |= has_rows and not (marks["is_own"] or marks["is_of_worker"])
+        if name == "mul" and -math.inf in powers:
+            return Scaling(-math.inf)
         if any(map(math.isnan, powers)):
             return _UNKNOWN._replace(**marks)
         if name in _JOIN:
@@ -525,9 +545,8 @@ class _Walk:
             is_number = jnp.issubdtype(one.outvars[0].aval.dtype, jnp.floating)  # and no place itself
             return number._replace(is_by_place=number.is_by_place and is_number)
         if (axes := _reduced_axes(one, two)) is not None:
-            if (
-                axes and len(_row_axes(one.invars[0], two.invars[0])) > 1
-            ):  # of pairs of rows, of which workers have some
+            # Of pairs of rows, of which workers have some.
+            if axes and len(_row_axes(one.invars[0], two.invars[0])) > 1:
                 axes = _own_axes(one, two) if marks["is_shared"] else axes
                 if axes:
                     return _UNKNOWN._replace(**marks)
@@ -559,7 +578,8 @@ class _Walk:
         has_total = left.is_total != right.is_total if is_quotient else left.is_total or right.is_total
         is_total = has_total and not marks["is_own"]
         # Of one worker, a pmean is divided by 1.
-        marks["is_multiple"] &= not (left.is_count or right.is_count or (is_quotient and right.is_total))
+        is_divided = left.is_count or right.is_count or (is_quotient and right.is_total)
+        marks["is_multiple"] &= not is_divided
         power = left.power - right.power if is_quotient else left.power + right.power
         for number, other in ((left, right), (right, left)):
             if other.constant and other.power == 0 and number.is_total and (number is left or not is_quotient):
@@ -667,7 +687,16 @@ def _leads(var: Any, carry: PyTree, producers: dict[Any, Any]) -> bool:
 
 def _marks(operands: Sequence[Scaling]) -> dict[str, bool]:
     names = ("is_own", "is_weighted", "is_ratio", "is_mixed", "is_shared", "is_curved", "has_mean", "is_normalised")
-    names += ("has_extreme", "is_spread", "is_stacked", "is_by_place", "blocks", "is_multiple")
+    names += (
+        "has_extreme",
+        "is_spread",
+        "is_stacked",
+        "is_by_place",
+        "blocks",
+        "is_multiple",
+        "is_of_worker",
+        "is_alike",
+    )
     return {name: max((getattr(x, name) for x in operands), default=False) for name in names}
 
 
@@ -716,7 +745,7 @@ def _picked(places: Sequence[Scaling], number: Scaling) -> Scaling:
     if is_by_order:
         return _UNKNOWN._replace(**_marks([*places, number]))
     marks = _marks([*places, number])
-    return number._replace(**{name: marks[name] for name in ("is_curved", "is_normalised", "is_by_place")})
+    return number._replace(**{name: marks[name] for name in ("is_curved", "is_normalised", "is_by_place", "is_alike")})
 
 
 def _is_number(x: Any) -> bool:

@@ -226,6 +226,63 @@ def test_sum_of_means(name):
             call()
 
 
+def dropped(key, x):
+    return jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x, 0)
+
+
+def of_worker(key):
+    return jax.random.fold_in(key, jax.lax.axis_index("data"))
+
+
+ALIKE = {
+    "a dropout": dropped,
+    "by row": lambda key, x: jax.vmap(dropped)(jax.random.split(key, len(x)), x),
+    "by number": lambda key, x: jax.vmap(dropped)(
+        jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(len(x))), x
+    ),
+    "two words": lambda key, x: dropped(jax.random.key_data(key), x),
+}
+OWN_NOISE = {
+    "a worker's own": lambda key, x: dropped(of_worker(key), x),
+    "a worker's own, by row": lambda key, x: jax.vmap(dropped)(jax.random.split(of_worker(key), len(x)), x),
+    "of weights": lambda key, x: x * jax.random.normal(key, x.shape[1:]),
+}
+
+
+@pytest.mark.parametrize("name", ALIKE | OWN_NOISE)
+def test_noise_of_rows(name):
+    """From a key that all workers have, all draw the same for their rows; that of weights is as on one device."""
+
+    def loss(params, batch):
+        return jnp.square((ALIKE | OWN_NOISE)[name](batch["key"], batch["x"] * params["w"])).mean()
+
+    batch, mesh, chain = {**BATCH, "key": jax.random.key(0)}, jc.make_mesh(data=K), jc.chain(jc.plump_dp(), TX)
+    train_step, state = foreign(loss)
+    step = jc.make_train_step(loss, chain, mesh)
+    for call in (lambda: jc.data_parallel(train_step, mesh)(state, batch), lambda: step(step.init(PARAMS), batch)):
+        with pytest.warns(match="random numbers of rows") if name in ALIKE else contextlib.nullcontext():
+            call()
+
+
+@pytest.mark.parametrize("rng", ["key", None])
+def test_noise_by_rng(rng):
+    def loss(params, batch, key):
+        return jnp.square(dropped(key, batch["x"] * params["w"])).mean()
+
+    chain = jc.chain(jc.plump_dp(), TX)
+
+    def step(params, opt_state, key, batch):
+        value, gradients = jax.value_and_grad(loss)(params, batch, key)
+        updates, opt_state = chain.update(gradients, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, value
+
+    on_workers = jc.data_parallel(step, jc.make_mesh(data=K), batch=3, rng=rng)
+    with contextlib.nullcontext() if rng else pytest.warns(match="random numbers of rows"):
+        on_workers(PARAMS, chain.init(PARAMS), jax.random.key(0), BATCH)
+    own = jc.make_train_step(loss, chain, jc.make_mesh(data=K), rng=jax.random.key(0))
+    own(own.init(PARAMS), BATCH)
+
+
 POINTED = {
     "neighbours": lambda x, places: jnp.square(x[places] - x).mean(),
     "along rows": lambda x, places: jnp.take_along_axis(x, places[:, None], 0).mean(),
