@@ -22,11 +22,7 @@ from jaxcomm.steps.reductions import (
     flaw_of_extreme,
     flaw_of_sum,
     scalings,
-    warn_of_functions,
-    warn_of_multiples,
-    warn_of_noise,
-    warn_of_unknown,
-    warn_of_weights,
+    warn,
 )
 from jaxcomm.types import ExchangeMetrics, Params, PyTree
 
@@ -124,8 +120,9 @@ class Scalars(NamedTuple):
             return
         named = {"loss": numbers[0], **numbers[1]}
         self._check_names(named)
-        warn_of_multiples([name for name, number in named.items() if number.is_multiple])
-        warn_of_noise([name for name, number in named.items() if number.is_alike])
+        warn("is_multiple", named.items())
+        if names:
+            warn("is_alike", named.items())
         if self.micro_batches > 1:  # what is of all workers is still of one micro-batch
             numbers = jax.tree.map(Scaling.of_micro_batch, numbers, is_leaf=lambda node: isinstance(node, Scaling))
         loss, scalars, model_state = numbers
@@ -165,11 +162,11 @@ class Scalars(NamedTuple):
                     f"the loss{', of jax.lax.stop_gradient(x)' * (how == 'max')}; of a number, jnp.float32(x)."
                 )
         by_name = {**named, **{jax.tree_util.keystr(path): number for path, number in leaves}}
-        warn_of_weights([name for name, number in by_name.items() if number.is_quotient])
-        warn_of_unknown([name for name, number in by_name.items() if number.is_unknown])
+        warn("is_quotient", by_name.items())
+        warn("is_unknown", by_name.items())
         # Not of a state: the variance that a normalisation tracks is of each worker's rows by intention.
         unmarked = {"is_normalised": False} if leaves else {}
-        warn_of_functions([name for name, number in named.items() if number._replace(**unmarked).is_of_mean])
+        warn("is_of_mean", ((name, number._replace(**unmarked)) for name, number in named.items()))
 
     def _check_names(self, numbers: Mapping[str, Scaling]) -> None:
         """Refuses names of sums and maxima that are none."""

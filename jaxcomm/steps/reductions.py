@@ -9,7 +9,7 @@ import contextlib
 import math
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -332,82 +332,45 @@ class StepScaling(NamedTuple):
                     f"{name!r}. Pass {how}={pattern!r}{NOTES[how]}; for the mean of the workers' numbers take "
                     "jax.lax.pmean(x, axis) in the step."
                 )
-        warn_of_shares([name for name, number in zip(of_rows, self.outputs, strict=False) if name and number.is_share])
-        warn_of_noise([name for name, number in pairs if number.is_alike])
-        warn_of_multiples([name for name, number in zip(names, self.outputs, strict=False) if number.is_multiple])
+        warn("is_share", ((name, x) for name, x in zip(of_rows, self.outputs, strict=False) if name))
+        warn("is_alike", pairs)
+        warn("is_multiple", zip(names, self.outputs, strict=False))
         # In the backward pass of a normalisation by own statistics there are such ratios as well.
         pairs = [("gradients", number._replace(is_ratio=False)) for number in self.gradients] + pairs
-        warn_of_weights([name for name, number in pairs if number.is_quotient])
-        warn_of_unknown([name for name, number in pairs if number.is_unknown])
-        pairs = [(name, x) for name, x in pairs if not (name == "gradients" and x.is_curved and feeds_back)]
-        warn_of_functions([name for name, number in pairs if number.is_of_mean])
+        warn("is_quotient", pairs)
+        warn("is_unknown", pairs)
+        warn("is_of_mean", ((name, x) for name, x in pairs if not (name == "gradients" and x.is_curved and feeds_back)))
 
 
-def warn_of_unknown(names: Sequence[str]) -> None:
-    """Warns that some numbers, if any, may be others than on one device."""
-    _warn(
-        names,
-        "cannot be told to be a mean over rows, since rows are combined in another way than by sums and means (a "
-        "logsumexp, a norm, an order, a recurrence, weights by a row's place, a loop in Python), or their number is "
-        "written in the code. The mean over workers and micro-batches is the number of one device only if it is a "
-        "mean over rows. If it is, ignore this warning. Where time comes first, pass batch_axis=1; otherwise take it "
-        "of all rows: jax.lax.all_gather(x, axis, tiled=True).",
-    )
+# By the attribute of a `Scaling` that tells: what a number is, and what to do.
+WARNINGS = {
+    "is_unknown": "cannot be told to be a mean over rows, since rows are combined in another way than by sums and "
+    "means (a logsumexp, a norm, an order, a recurrence, weights by a row's place, a loop in Python), or their number "
+    "is written in the code. The mean over workers and micro-batches is the number of one device only if it is a mean "
+    "over rows. If it is, ignore this warning. Where time comes first, pass batch_axis=1; otherwise take it of all "
+    "rows: jax.lax.all_gather(x, axis, tiled=True).",
+    "is_multiple": "the sum over the workers of what is no sum over a worker's rows, such as a mean: as many times "
+    "the number of one device as there are workers. Take jax.lax.pmean.",
+    "is_alike": "computed with random numbers of rows (a dropout, an augmentation) of which all workers draw the "
+    "same, since their key is. On one device every row has its own. Pass rng=, for keys of each worker's own; or fold "
+    "in the worker, jax.random.fold_in(key, jax.lax.axis_index(axis)).",
+    "is_share": "divided by the number of a worker's own rows, as the gradient of a mean over them for what each row "
+    "has of its own (a code, an input). It is as many times that of one device as there are workers. Divide it by "
+    "jax.lax.axis_size(axis).",
+    "is_quotient": "divided by a sum over a worker's own rows, such as a number of valid tokens. The mean over "
+    "workers and micro-batches is not the quotient for all rows where these sums differ. Divide by their mean over "
+    "the workers, jax.lax.pmean(count, axis); see 'Losses that are no mean over rows' in the guide.",
+    "is_of_mean": "computed from a mean over a worker's own rows by a function that is not linear (a root, a power, "
+    "the exponential of a perplexity, a normalisation of rows by their own statistics, a clip of the gradients). The "
+    "mean over workers and micro-batches is not the function of the mean over all rows. Return the mean, and take the "
+    "function of the result; or of the mean of all workers: jax.lax.pmean(x, axis).",
+}
 
 
-def warn_of_multiples(names: Sequence[str]) -> None:
-    """Warns that some numbers, if any, are K times those of one device."""
-    _warn(
-        names,
-        "the sum over the workers of what is no sum over a worker's rows, such as a mean: as many times the number of "
-        "one device as there are workers. Take jax.lax.pmean.",
-    )
-
-
-def warn_of_noise(names: Sequence[str]) -> None:
-    """Warns that some numbers, if any, have the same noise on all workers."""
-    _warn(
-        names,
-        "computed with random numbers of rows (a dropout, an augmentation) of which all workers draw the same, since "
-        "their key is. On one device every row has its own. Pass rng=, for keys of each worker's own; or fold in the "
-        "worker, jax.random.fold_in(key, jax.lax.axis_index(axis)).",
-    )
-
-
-def warn_of_shares(names: Sequence[str]) -> None:
-    """Warns that some numbers of rows, if any, are K times those of one device."""
-    _warn(
-        names,
-        "divided by the number of a worker's own rows, as the gradient of a mean over them for what each row has of "
-        "its own (a code, an input). It is as many times that of one device as there are workers. Divide it by "
-        "jax.lax.axis_size(axis).",
-    )
-
-
-def warn_of_weights(names: Sequence[str]) -> None:
-    """Warns that some numbers, if any, are divided by what each worker has computed from its own rows."""
-    _warn(
-        names,
-        "divided by a sum over a worker's own rows, such as a number of valid tokens. The mean over workers and "
-        "micro-batches is not the quotient for all rows where these sums differ. Divide by their mean over the "
-        "workers, jax.lax.pmean(count, axis); see 'Losses that are no mean over rows' in the guide.",
-    )
-
-
-def warn_of_functions(names: Sequence[str]) -> None:
-    """Warns that some numbers, if any, are functions of each worker's own means."""
-    _warn(
-        names,
-        "computed from a mean over a worker's own rows by a function that is not linear (a root, a power, the "
-        "exponential of a perplexity, a normalisation of rows by their own statistics, a clip of the gradients). The "
-        "mean over workers and micro-batches is not the function of the mean over all rows. Return the mean, and take "
-        "the function of the result; or of the mean of all workers: jax.lax.pmean(x, axis).",
-    )
-
-
-def _warn(names: Sequence[str], message: str) -> None:
-    if names:
-        warnings.warn(f"{', '.join(dict.fromkeys(names))}: {message}", stacklevel=4)
+def warn(flaw: str, numbers: Iterable[tuple[str, Scaling]]) -> None:
+    """Warns of the numbers, by name, that have a flaw of `WARNINGS`."""
+    if names := dict.fromkeys(name for name, number in numbers if getattr(number, flaw)):
+        warnings.warn(f"{', '.join(names)}: {WARNINGS[flaw]}", stacklevel=3)
 
 
 def _compare(program: Any, other: Any, inputs: Sequence[Scaling], walk: "_Walk") -> list[Scaling]:
