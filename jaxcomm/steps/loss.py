@@ -122,7 +122,7 @@ class Scalars(NamedTuple):
         self._check_names(named)
         warn("is_multiple", named.items())
         if names:
-            warn("is_alike", named.items())
+            warn("is_alike", ((name, number) for name, number in named.items() if not number.is_shared))
         if self.micro_batches > 1:  # what is of all workers is still of one micro-batch
             numbers = jax.tree.map(Scaling.of_micro_batch, numbers, is_leaf=lambda node: isinstance(node, Scaling))
         loss, scalars, model_state = numbers

@@ -51,11 +51,12 @@ class Scaling(NamedTuple):
         rows was taken since.
       has_mean: whether a sum or a mean over own rows is in it.
       is_normalised: whether it is a function, and no linear one, of rows and such means, as a normalisation is.
-      is_stacked: whether rows of several arrays were put one behind another, to be told apart by place.
       is_by_place: whether it depends on where a row stands among a worker's own, as `jnp.arange(len(x))` does.
       is_of_worker: whether it depends on the worker's number.
       is_alike: whether random numbers of rows are in it whose key is the same on all workers.
+      stacks: how many arrays of all rows stand one behind another along the axis of rows; 0 if all rows are equal.
       blocks: into how many blocks rows were cut, each of rows that stand together; 0 if they were not.
+      places: its integers, if they are computed from constants of the program alone.
       constant: its value, if it is a constant of the program.
     """
 
@@ -73,11 +74,12 @@ class Scaling(NamedTuple):
     is_curved: bool = False
     has_mean: bool = False
     is_normalised: bool = False
-    is_stacked: bool = False
     is_by_place: bool = False
     is_of_worker: bool = False
     is_alike: bool = False
+    stacks: int = 0
     blocks: int = 0
+    places: "_Integers | None" = None
     constant: float | None = None
 
     @property
@@ -119,7 +121,14 @@ class Scaling(NamedTuple):
         return self._replace(is_own=is_own, is_total=False, is_shared=False)
 
 
-_ROWS = Scaling(is_own=True)
+class _Integers:
+    """An array of integers, which is equal to itself alone."""
+
+    def __init__(self, array: np.ndarray):
+        self.array = array
+
+
+_ROWS = Scaling(is_own=True, stacks=1)
 _READ = 1 << 16  # elements of a constant that is read
 _UNKNOWN = Scaling(math.nan)
 _NEITHER = _UNKNOWN._replace(is_own=True)
@@ -147,10 +156,21 @@ _PICK = ("gather", "dynamic_slice", "select_n", "select_and_scatter_add")
 _INDEXED = {
     "gather": "start_index_map",
     "scatter": "scatter_dims_to_operand_dims",
+    "scatter-mul": "scatter_dims_to_operand_dims",
+    "scatter-max": "scatter_dims_to_operand_dims",
+    "scatter-min": "scatter_dims_to_operand_dims",
     "scatter-add": "scatter_dims_to_operand_dims",
 }
 # Primitives for which the order of rows counts, and what names the axis of it.
 _ORDERS = {"sort": "dimension", "top_k": "dimension", "cumprod": "axis", "cumlogsumexp": "axis"}
+# Primitives of which the output is read, if all their operands are.
+_OF_INTEGERS = frozenset(
+    (
+        *("add", "and", "broadcast_in_dim", "clamp", "concatenate", "convert_element_type", "copy", "div", "eq", "ge"),
+        *("gt", "iota", "le", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pcast", "pvary", "rem", "reshape"),
+        *("rev", "select_n", "sign", "slice", "squeeze", "stop_gradient", "sub", "transpose"),
+    )
+)
 _KERNELS = ("custom_linear_solve", "ffi_call", "linear_solve", "pallas_call", "ragged_dot", "ragged_dot_general")
 _ROOTS = {"sqrt": 0.5, "rsqrt": -0.5, "cbrt": 1 / 3, "square": 2}
 _EXTREMES = (
@@ -412,6 +432,8 @@ class _Walk:
                 return self._of_constants(one.val, two.val)
             return Scaling() if isinstance(one, Literal) else known.get(one, Scaling())
 
+        producers = {var: eqn for eqn in first.eqns for var in eqn.outvars}
+
         counterparts = (eqn for eqn in second.eqns if not _is_exchange(eqn))  # which is another for other workers
         for one in first.eqns:
             stack = str(one.source_info.name_stack)
@@ -428,6 +450,8 @@ class _Walk:
             self.is_backward = "rematted_computation" not in stack and (outer or "transpose(" in stack)
             outs = self._of_equation(one, two, operands)
             self.is_backward = outer
+            if one.outvars and not inner_jaxprs(one.params):
+                outs = _placed(one, two, operands, outs, producers)
             if not _is_linear(one, operands):
                 has_rows = any(map(_differs, (*one.invars, *one.outvars), (*two.invars, *two.outvars)))
                 has_mean = any(operand.has_mean for operand in operands)
@@ -450,18 +474,19 @@ class _Walk:
             return [_picked(operands[:1], _same(outs)) for outs in zip(*branches, strict=True)]
         inner = [inner_jaxprs(eqn.params) for eqn in (one, two)]
         if name != "while" and len(inner[0]) == len(inner[1]) == 1 and len(inner[0][0].invars) == len(operands):
-            return self.outputs(inner[0][0], inner[1][0], operands)
+            programs = ([x for x in eqn.params.values() if hasattr(x, "eqns")] for eqn in (one, two))  # and constants
+            return self.outputs(
+                *(found[0] if found else eqns[0] for found, eqns in zip(programs, inner, strict=True)), operands
+            )
         if name in _KEEP and not _is_shifted(one, two):
-            if _is_part(one, two, operands[0].blocks) and not operands[0].is_stacked:
+            if _is_part(one, two, operands[0].blocks) and operands[0].stacks <= 1:
                 operands = [operands[0]._replace(is_by_place=True)]
-            if name == "reshape" and (blocks := _blocks(one, two)):
-                operands = [operands[0]._replace(blocks=blocks)]
             return operands * len(one.outvars) if len(operands) == 1 else operands
         if name in COLLECTIVES and len(operands) == len(one.outvars):
             return [self._of_collective(one, operand) for operand in operands]
-        outputs = [self._of_primitive(one, two, operands)] * len(one.outvars)
         if name != "while":
-            return outputs
+            return [self._of_primitive(one, two, operands)] * len(one.outvars)
+        outputs = self._of_while(one, two, operands)
         carried = _NEITHER._replace(is_shared=any(map(jaxpr_communicates, inner[0])))  # as a line search does
         pairs = zip(outputs, one.outvars, two.outvars, strict=True)
         return [out if _differs(*pair) or not out.is_own else carried for out, *pair in pairs]
@@ -471,34 +496,34 @@ class _Walk:
         powers = [operand.power for operand in operands]
         if name in _INDEXED and _points_at_rows(one, two, operands[1]):
             return _UNKNOWN._replace(**marks)
-        is_in_loop = any(place.is_by_place for place in operands[1:])
-        if not is_in_loop and _is_at_place(one, two, marks["blocks"]):
+        if _is_at_place(one, two, operands):
             operands = [operands[0]._replace(is_by_place=True), *operands[1:]]
             marks = _marks(operands)
         if name in _PICK:
             places, numbers = (operands[:1], operands[1:]) if name == "select_n" else (operands[1:], operands[:1])
             if name != "select_n" and _differs(one.invars[0], two.invars[0]):  # each row from its own place
-                places = [place._replace(is_by_place=False) for place in places]
+                places = [place._replace(is_by_place=operands[0].is_by_place) for place in places]
             return _picked(places, _joined(numbers))._replace(is_own=marks["is_own"])
         if name == "iota":
             return Scaling(is_by_place=one.params["dimension"] in _row_axes(one.outvars[0], two.outvars[0]))
         if name == "axis_index":
             return Scaling(is_of_worker=True)
-        if name.startswith("random_"):
+        if name.startswith(("random_", "rng_")):
+            key, has_rows = operands[0], marks["is_by_place"] or any(map(_differs, one.outvars, two.outvars))
             marks["is_by_place"] = False  # noise of any row does
-            has_rows = any(map(_differs, one.outvars, two.outvars))
-            marks["is_alike"] |= has_rows and not (marks["is_own"] or marks["is_of_worker"])
+            is_of_own = marks["is_own"] if name == "random_fold_in" else key.is_own
+            marks["is_alike"] |= has_rows and not (is_of_own or marks["is_of_worker"])
         if name == "mul" and -math.inf in powers:
             return Scaling(-math.inf)
         if any(map(math.isnan, powers)):
             return _UNKNOWN._replace(**marks)
+        if name == "add" and marks["is_of_worker"] and marks["is_by_place"] and not marks["is_own"]:
+            return Scaling(is_of_worker=True)  # a row's place among those of all workers
         if name in _JOIN:
             finite = {power for power in powers if power != -math.inf}
             is_mixed = name in ("add", "add_any", "sub") and len(finite) > 1 and marks["is_own"]
             joined = _joined(operands)
-            pairs, axis = zip(one.invars, two.invars, strict=True), one.params.get("dimension")
-            is_stacked = sum(axis in _row_axes(*pair) for pair in pairs) > 1
-            return joined._replace(is_mixed=joined.is_mixed or is_mixed, is_stacked=joined.is_stacked or is_stacked)
+            return joined._replace(is_mixed=joined.is_mixed or is_mixed)
         if name in ("mul", "div"):
             return self._of_product(one, two, *operands)
         if name in ("scatter", "scatter-add"):
@@ -592,27 +617,68 @@ class _Walk:
 
     def _of_constants(self, one: PyTree, two: PyTree) -> Scaling:
         """Returns the scaling of a constant: 1 if it has grown as the rows have, -1 if its inverse has."""
+        is_read = jnp.issubdtype(jnp.result_type(one), jnp.integer) and not isinstance(one, Tracer)
+        places = _Integers(np.asarray(one)) if is_read and jnp.size(one) < _READ else None
         if not all(map(_is_number, (one, two))):
-            return Scaling(is_by_place=jnp.shape(one) != jnp.shape(two))
+            is_by_place = jnp.shape(one) != jnp.shape(two)
+            return Scaling(is_by_place=is_by_place, stacks=int(is_by_place), places=places)
         one, two = (float(np.asarray(x).flat[0]) for x in (one, two))
         if one == two or math.isnan(one):
-            return Scaling(-math.inf if one == 0 else 0, constant=one)
+            return Scaling(-math.inf if one == 0 else 0, constant=one, places=places)
         power = math.log(two / one, self.factor) if math.isfinite(one * two) and one * two > 0 else 0.5
-        return Scaling(round(power) if math.isclose(power, round(power), abs_tol=1e-6) else math.nan)
+        power = round(power) if math.isclose(power, round(power), abs_tol=1e-6) else math.nan
+        return Scaling(power, places=places)
+
+    def _of_while(self, one: PyTree, two: PyTree, operands: list[Scaling]) -> list[Scaling]:
+        """What a loop does once it may do any number of times; a loop of each row's own ends with its last row."""
+        consts = one.params["cond_nconsts"], one.params["body_nconsts"]
+        own, carry = operands[consts[0] : sum(consts)], operands[sum(consts) :]
+        outs = [x._replace(places=None) for x in carry]
+        for _ in range(2):
+            outs = self.outputs(one.params["body_jaxpr"], two.params["body_jaxpr"], [*own, *outs])
+            outs = [_joined([x, start])._replace(places=None) for x, start in zip(outs, carry, strict=True)]
+        whole, condition = _joined(operands), inner_jaxpr(one.params["cond_jaxpr"])
+        ends = self.outputs(condition, two.params["cond_jaxpr"], [*operands[: consts[0]], *outs])[0]
+        # A loop of each row's own, by jax.vmap, asks for each row, or whether there is any.
+        is_any = any(eqn.primitive.name == "reduce_or" and eqn.outvars == condition.outvars for eqn in condition.eqns)
+        is_any |= condition.outvars[0].aval.ndim > 0
+        is_whole = ends.is_own and not ends.is_shared and not is_any
+        return [
+            x._replace(is_own=whole.is_own, is_by_place=is_whole or x.is_by_place or x.has_mean or x.has_extreme)
+            for x in outs
+        ]
 
     def _of_scan(self, one: PyTree, two: PyTree, operands: list[Scaling]) -> list[Scaling]:
         bodies = one.params["jaxpr"], two.params["jaxpr"]
         consts, count = scan_counts(one)
+        is_longer, body = one.params["length"] != two.params["length"], inner_jaxpr(bodies[0])
+        operands = [x if place < consts else x._replace(places=None) for place, x in enumerate(operands)]
         carry, outs = operands[consts : consts + count], list[Scaling]()
+        if is_longer:  # what changes from row to row, as a counter, tells of a row's place
+            changes = [
+                var is not out for var, out in zip(body.invars[consts : consts + count], body.outvars, strict=False)
+            ]
+            carry = [
+                start._replace(is_by_place=start.is_by_place or (change and not start.is_own))
+                for start, change in zip(carry, changes, strict=True)
+            ]
         for _ in range(3):
             outs = self.outputs(*bodies, [*operands[:consts], *carry, *operands[consts + count :]])
             pairs = list(zip(carry, outs, strict=False))
             if all(new[:3] == old[:3] for old, new in pairs):
                 break
             carry = [new if old.power == -math.inf else _same([old, new]) for old, new in pairs]
-        if one.params["length"] == two.params["length"]:
+        is_of_blocks = any(x.blocks == one.params["length"] for x in operands[consts + count :])
+        if not is_longer and not is_of_blocks:
             return outs
-        ways = [_accumulation(inner_jaxpr(bodies[0]), consts + place, place) for place in range(count)]
+        ways = [_accumulation(body, consts + place, place) for place in range(count)]
+        if not is_longer:  # a loop over blocks of rows, of which each worker has its own
+            own = zip(body.invars[consts + count :], operands[consts + count :], strict=True)
+            is_recurrent = any(not way and out.is_own for way, out in zip(ways, outs, strict=False))
+            is_recurrent |= not self.is_backward and any(
+                jnp.issubdtype(var.aval.dtype, jnp.floating) and not x.is_own for var, x in own
+            )
+            return [out._replace(is_by_place=out.is_by_place or is_recurrent) for out in outs]
         zeros = [Scaling(-math.inf) if way == "sum" else start for way, start in zip(ways, carry, strict=True)]
         terms = self.outputs(*bodies, [*operands[:consts], *zeros, *operands[consts + count :]])
         is_recurrent = False
@@ -653,8 +719,8 @@ def _marks(operands: Sequence[Scaling]) -> dict[str, bool]:
     names += (
         "has_extreme",
         "is_spread",
-        "is_stacked",
         "is_by_place",
+        "stacks",
         "blocks",
         "is_multiple",
         "is_of_worker",
@@ -735,6 +801,9 @@ def _row_axes(one: PyTree, two: PyTree) -> list[int]:
 
 def _is_shifted(one: PyTree, two: PyTree) -> bool:
     """Returns whether rows are reversed, or a slice takes some that are not a part: the first, or all but the last."""
+    if one.primitive.name == "fft":
+        axes = range(one.invars[0].aval.ndim - len(one.params["fft_lengths"]), one.invars[0].aval.ndim)
+        return _rows_along(one, two, axes) > 0
     if one.primitive.name == "rev":
         return _rows_along(one, two, one.params["dimensions"]) > 0
     if one.primitive.name != "slice":
@@ -742,16 +811,6 @@ def _is_shifted(one: PyTree, two: PyTree) -> bool:
     variables = (*one.invars, *one.outvars, *two.invars, *two.outvars)
     sizes = zip(*(var.aval.shape for var in variables), strict=True)
     return any(size != second and out * second != second_out * size for size, out, second, second_out in sizes)
-
-
-def _blocks(one: PyTree, two: PyTree) -> int:
-    """Returns into how many blocks a reshape cuts the rows, as `x.reshape(2, -1, d)`; 0 if into none, or pairs."""
-    array, out = one.invars[0], one.outvars[0]
-    axes, out_axes = _row_axes(array, two.invars[0]), _row_axes(out, two.outvars[0])
-    if len(axes) != 1 or len(out_axes) != 1:
-        return 0
-    before, out_before = (math.prod(x.aval.shape[: axis[0]]) for x, axis in ((array, axes), (out, out_axes)))
-    return out_before // before if out_before > before else 0
 
 
 def _is_part(one: PyTree, two: PyTree, blocks: int) -> bool:
@@ -802,18 +861,160 @@ def _points_at_rows(one: PyTree, two: PyTree, places: Scaling) -> bool:
     return places.is_own and not places.is_by_place and _rows_along(one, two, indexed) > 0
 
 
-def _is_at_place(one: PyTree, two: PyTree, blocks: int) -> bool:
+def _is_at_place(one: PyTree, two: PyTree, operands: Sequence[Scaling]) -> bool:
     """Returns whether some of a worker's rows are read or written at places, and not each at its own."""
     name = one.primitive.name
     if name not in _INDEXED and name not in ("dynamic_slice", "dynamic_update_slice"):
         return False
-    part = (one.outvars, two.outvars) if name in ("gather", "dynamic_slice") else (one.invars[1:], two.invars[1:])
-    shape, row_axes = one.invars[0].aval.shape, _row_axes(one.invars[0], two.invars[0])
-    indexed = getattr(one.params["dimension_numbers"], _INDEXED[name]) if name in _INDEXED else range(len(shape))
-    sizes = one.params.get("slice_sizes", shape)
-    if any(sizes[axis] < blocks and _is_of_blocks(shape, axis, row_axes, blocks) for axis in indexed):
+    is_read, shape = name in ("gather", "dynamic_slice"), one.invars[0].aval.shape
+    row_axes = _row_axes(one.invars[0], two.invars[0])
+    part, second = (one.outvars, two.outvars) if is_read else (one.invars[1:], two.invars[1:])
+    sizes = one.params.get("slice_sizes", part[0].aval.shape if len(part[0].aval.shape) == len(shape) else shape)
+    if name not in _INDEXED:
+        if any(
+            sizes[axis] < shape[axis] and _is_of_blocks(shape, axis, row_axes, operands[0].blocks)
+            for axis in range(len(shape))
+        ):
+            return True
+        is_known = not any(place.is_by_place for place in operands[1:])  # and not the counter of a loop over rows
+        return is_known and any(sizes[axis] < shape[axis] for axis in row_axes)
+    indexed = list(getattr(one.params["dimension_numbers"], _INDEXED[name]))
+    if is_read and any(
+        sizes[axis] < shape[axis] and _is_of_blocks(shape, axis, row_axes, operands[0].blocks) for axis in indexed
+    ):
         return True
-    return not any(map(_differs, *part)) and any(axis in row_axes for axis in indexed)
+    places = [
+        indexed.index(axis) for axis in row_axes if axis in indexed and (not is_read or sizes[axis] < shape[axis])
+    ]
+    if not places:
+        return False
+    if operands[1].places is None:
+        return not operands[1].is_by_place and not any(map(_differs, part, second))
+    numbers, rows = operands[1].places.array[..., places[0]], shape[indexed[places[0]]] // max(operands[0].stacks, 1)
+    axes = [axis for axis in _row_axes(one.invars[1], two.invars[1]) if axis < numbers.ndim]
+    if len(axes) != 1 or numbers.shape[axes[0]] % rows:
+        return True
+    own = np.repeat(np.arange(rows), numbers.shape[axes[0]] // rows)
+    return bool(((np.moveaxis(numbers, axes[0], -1) - own) % rows).any())
+
+
+def _placed(
+    one: PyTree, two: PyTree, operands: Sequence[Scaling], outs: list[Scaling], producers: dict[Any, Any]
+) -> list[Scaling]:
+    """Returns the scalings of an equation's outputs with what is known of the places of rows in them."""
+    name, out, second = one.primitive.name, one.outvars[0], two.outvars[0]
+    pairs = list(zip(one.invars, two.invars, operands, strict=True))
+    of_rows = [(var, number) for var, other, number in pairs if _differs(var, other)]
+    stacks, blocks = max((x.stacks for _, x in of_rows), default=0), max((x.blocks for x in operands), default=0)
+    is_own, axes = any(x.is_own for x in operands), _row_axes(out, second)
+    by_place = False
+    if name == "concatenate" and one.params["dimension"] in axes:
+        sizes = {var.aval.shape[one.params["dimension"]] / max(number.stacks, 1) for var, number in of_rows}
+        is_stack = len(of_rows) == len(pairs) > 1 and len(sizes) == 1
+        stacks = sum(max(number.stacks, 1) for _, number in of_rows) if is_stack else stacks
+        by_place = not is_own and not is_stack
+    elif name == "tile" and len(axes) == 1:
+        stacks *= one.params["reps"][axes[0]]
+    elif name == "iota":
+        stacks = len(axes)
+    elif name == "gather" and _differs(one.invars[1], two.invars[1]):
+        stacks = operands[1].stacks
+    elif name == "reshape" and of_rows and len(axes) == len(in_axes := _row_axes(one.invars[0], two.invars[0])) == 1:
+        before, after = (math.prod(x.aval.shape[: axis[0]]) for x, axis in ((one.invars[0], in_axes), (out, axes)))
+        before = before * max(stacks, 1) // max(blocks, 1)
+        is_equal = operands[0].constant is not None or (after >= before and not stacks)
+        stacks, blocks = (0, 0) if is_equal else (max(before // after, 1), after // before * (after > before))
+    elif name in ("pad", "slice", "split") and is_own and len(axes) == 1 and one.invars[0].aval.ndim == out.aval.ndim:
+        size, part = one.invars[0].aval.shape[axes[0]], out.aval.shape[axes[0]]
+        stacks = part * stacks // size if part * stacks % size == 0 else stacks
+    elif name in (
+        "pad",
+        "slice",
+        "dynamic_slice",
+        "dynamic_update_slice",
+        "scatter",
+        "scatter-add",
+        "cumsum",
+        "cumprod",
+    ):
+        is_cut = not of_rows and name in ("slice", "dynamic_slice") and operands[0].constant is None
+        is_varied = name not in ("slice", "dynamic_slice") and bool(_rows_changed(one, two))
+        by_place = len(axes) > 0 and not is_own and (is_cut or is_varied)
+    elif len({number.stacks for _, number in of_rows} - {0}) > 1:
+        by_place = name not in ("gather", "dot_general")
+    if blocks and name not in ("reshape", "slice", "split", "unstack", "gather", "dynamic_slice"):
+        by_place |= _mixes_blocks(one, two, blocks, operands, producers)
+    places = _integers(one, operands) if not is_own else None
+    return [
+        x._replace(is_by_place=x.is_by_place or by_place, stacks=stacks, blocks=blocks, places=places) for x in outs
+    ]
+
+
+def _rows_changed(one: PyTree, two: PyTree) -> bool:
+    """Returns whether a primitive makes numbers differ along rows."""
+    name, axes = one.primitive.name, _row_axes(one.outvars[0], two.outvars[0])
+    if name == "pad":
+        return any(
+            low or high or inner for axis, (low, high, inner) in enumerate(one.params["padding_config"]) if axis in axes
+        )
+    if name in ("cumsum", "cumprod"):
+        return one.params["axis"] in axes
+    if name == "dynamic_update_slice":
+        shape, part = one.invars[0].aval.shape, one.invars[1].aval.shape
+        return any(part[axis] < shape[axis] for axis in axes)
+    return any(axis in axes for axis in getattr(one.params["dimension_numbers"], _INDEXED[name]))
+
+
+def _mixes_blocks(
+    one: PyTree, two: PyTree, blocks: int, operands: Sequence[Scaling], producers: dict[Any, Any]
+) -> bool:
+    """Returns whether blocks of rows are joined, put in another order, or treated differently."""
+    name, params = one.primitive.name, one.params
+    for place, (var, other) in enumerate(zip(one.invars, two.invars, strict=True)):
+        row_axes, shape = _row_axes(var, other), var.aval.shape
+        axes = [axis for axis in range(len(shape)) if _is_of_blocks(shape, axis, row_axes or [len(shape)], blocks)]
+        if not axes or not operands[place].blocks:
+            continue
+        if name == "transpose":
+            order = params["permutation"]
+            return any(order.index(axis) > order.index(row_axis) for axis in axes[:1] for row_axis in row_axes)
+        if name == "dot_general":
+            contract, batch = (dimensions[place] for dimensions in params["dimension_numbers"])
+            is_other = not operands[1 - place].is_own and operands[1 - place].constant is None
+            return (axes[0] in contract and (len(row_axes) > 0 or is_other)) or (axes[0] in batch and is_other)
+        along = params.get("axes", params.get("dimensions", ()))
+        along = (*along, *(params[key] for key in ("axis", "dimension") if isinstance(params.get(key), int)))
+        if axes[0] in along:
+            return len(row_axes) > 0 and not set(row_axes) & set(along)
+        others = [(x, known) for x, known in zip(one.invars, operands, strict=True) if not known.is_own]
+        if any(known.constant is None and _is_along(x, shape, axes[0], row_axes, producers) for x, known in others):
+            return True
+    return False
+
+
+def _is_along(var: Any, shape: Sequence[int], axis: int, row_axes: Sequence[int], producers: dict[Any, Any]) -> bool:
+    """Returns whether an array of a shape differs along an axis and not along rows, as far as its equation tells."""
+    while not isinstance(var, Literal) and var in producers and producers[var].primitive.name in ("pcast", "pvary"):
+        var = producers[var].invars[0]
+    sizes = dict(enumerate(var.aval.shape))
+    if isinstance(var, Literal) or len(sizes) != len(shape) or sizes[axis] != shape[axis]:
+        return False
+    if (eqn := producers.get(var)) is not None and eqn.primitive.name == "broadcast_in_dim":
+        sizes = dict(zip(eqn.params["broadcast_dimensions"], eqn.invars[0].aval.shape, strict=True))
+    return sizes.get(axis, 1) > 1 and all(sizes.get(row_axis, 1) == 1 for row_axis in row_axes)
+
+
+def _integers(one: PyTree, operands: Sequence[Scaling]) -> _Integers | None:
+    """Returns the output of an equation, if it is integers that are computed from constants."""
+    if not all(x.places is not None for x in operands) or one.primitive.name not in _OF_INTEGERS:
+        return None
+    if one.primitive.name in ("pcast", "pvary"):
+        return operands[0].places
+    aval = one.outvars[0].aval
+    if aval.size >= _READ or not (jnp.issubdtype(aval.dtype, jnp.integer) or aval.dtype == jnp.bool_):
+        return None
+    with jax.ensure_compile_time_eval():
+        return _Integers(np.asarray(one.primitive.bind(*(x.places.array for x in operands if x.places), **one.params)))
 
 
 def _mixes_rows(one: PyTree, two: PyTree) -> bool:
