@@ -18,12 +18,12 @@ from jaxcomm.steps.batch import Batch
 from jaxcomm.steps.reductions import (
     KINDS,
     NOTES,
-    Scaling,
     flaw_of_extreme,
     flaw_of_sum,
     scalings,
     warn,
 )
+from jaxcomm.steps.scaling import Scaling
 from jaxcomm.types import ExchangeMetrics, Params, PyTree
 
 LossFn = Callable[..., Any]

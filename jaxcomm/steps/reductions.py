@@ -29,107 +29,11 @@ from jaxcomm.accounting.jaxpr import (
 )
 from jaxcomm.collectives.axis import abstract_mesh
 from jaxcomm.exchange import SCOPE
+from jaxcomm.steps.places import INDEXED, READ, axes_of_rows, differs, is_at_place, is_part, with_places
+from jaxcomm.steps.scaling import Integers, Scaling
 from jaxcomm.types import PyTree
 
-
-class Scaling(NamedTuple):
-    """What becomes of a number if a worker has n times as many rows, each of its own n times.
-
-    Attributes:
-      power: it is n**power times as large: 1 for a sum over rows, 0 for a mean, -inf for 0; NaN if it is not known.
-      is_own: whether it is computed from a worker's own rows.
-      is_weighted: whether it was divided by a sum over own rows, such as a number of valid tokens.
-      is_ratio: whether it is a quotient of two numbers of which each has no rows left.
-      is_extreme: whether it is the largest or smallest of own rows.
-      has_extreme: whether the largest or smallest of own rows is in it.
-      is_mixed: whether terms were added that scale differently.
-      is_total: whether it is of the rows of all workers.
-      is_multiple: whether the sum over the workers of what is no sum over rows, such as a mean, is in it.
-      is_shared: whether it is computed from numbers of other workers.
-      is_spread: whether a gradient is in it that JAX has summed over the workers, since it is that of a constant.
-      is_curved: whether it is a function, and no linear one, of own numbers that have no rows left, and no mean over
-        rows was taken since.
-      has_mean: whether a sum or a mean over own rows is in it.
-      is_normalised: whether it is a function, and no linear one, of rows and such means, as a normalisation is.
-      is_by_place: whether it depends on where a row stands among a worker's own, as `jnp.arange(len(x))` does.
-      is_of_worker: whether it depends on the worker's number.
-      is_alike: whether random numbers of rows are in it whose key is the same on all workers.
-      stacks: how many arrays of all rows stand one behind another along the axis of rows; 0 if all rows are equal.
-      blocks: into how many blocks rows were cut, each of rows that stand together; 0 if they were not.
-      places: its integers, if they are computed from constants of the program alone.
-      constant: its value, if it is a constant of the program.
-    """
-
-    power: float = 0
-    is_own: bool = False
-    is_weighted: bool = False
-    is_ratio: bool = False
-    is_extreme: bool = False
-    has_extreme: bool = False
-    is_mixed: bool = False
-    is_total: bool = False
-    is_multiple: bool = False
-    is_shared: bool = False
-    is_spread: bool = False
-    is_curved: bool = False
-    has_mean: bool = False
-    is_normalised: bool = False
-    is_by_place: bool = False
-    is_of_worker: bool = False
-    is_alike: bool = False
-    stacks: int = 0
-    blocks: int = 0
-    places: "_Integers | None" = None
-    constant: float | None = None
-
-    @property
-    def is_count(self) -> bool:
-        """Whether it has a number of rows in it, and nothing else of a worker's own."""
-        return not (self.is_own or self.is_total or math.isnan(self.power)) and self.power not in (0, -math.inf)
-
-    @property
-    def reduction(self) -> str:
-        """What it is of own rows, "sum" or "max", so that the mean over workers is wrong; else ""."""
-        return "max" if self.is_extreme else "sum" if self.power == 1 and not self.is_total else ""
-
-    @property
-    def is_unknown(self) -> bool:
-        """Whether it may be neither a mean nor a sum over rows, and is computed from a worker's own alone."""
-        is_neither = (self.is_mixed or self.power not in (0, 1, -math.inf)) and not self.is_quotient
-        is_neither |= self.is_by_place or (self.has_extreme and not self.is_extreme)
-        return self.is_own and not self.is_shared and is_neither
-
-    @property
-    def is_share(self) -> bool:
-        """Whether a number of one row has a part that shrinks as rows become more, as the gradient of a mean does."""
-        return self.is_own and not self.is_shared and (self.is_mixed or -math.inf < self.power < 0)
-
-    @property
-    def is_quotient(self) -> bool:
-        """Whether it is of one size for any number of rows, and was divided by a number of a worker's own."""
-        return self.power == 0 and (self.is_weighted or self.is_ratio)
-
-    @property
-    def is_of_mean(self) -> bool:
-        """Whether it is a function of a worker's own means, such as the root of one, or of rows and these."""
-        is_known = self.power == 0 and not (self.is_shared or self.is_quotient or self.is_unknown)
-        return is_known and (self.is_curved or self.is_normalised)
-
-    def of_micro_batch(self) -> "Scaling":
-        """Returns that of a number of one micro-batch of several: none is of all rows."""
-        is_own = self.is_own or self.is_shared
-        return self._replace(is_own=is_own, is_total=False, is_shared=False)
-
-
-class _Integers:
-    """An array of integers, which is equal to itself alone."""
-
-    def __init__(self, array: np.ndarray):
-        self.array = array
-
-
 _ROWS = Scaling(is_own=True, stacks=1)
-_READ = 1 << 16  # elements of a constant that is read
 _UNKNOWN = Scaling(math.nan)
 _NEITHER = _UNKNOWN._replace(is_own=True)
 
@@ -152,25 +56,8 @@ _LINEAR = _KEEP - {"abs"} | {
 }
 _SUMS = ("psum", "psum_invariant", "psum2", "reduce_scatter")
 _PICK = ("gather", "dynamic_slice", "select_n", "select_and_scatter_add")
-# Primitives with indices, and what says which axes of the first operand they are of.
-_INDEXED = {
-    "gather": "start_index_map",
-    "scatter": "scatter_dims_to_operand_dims",
-    "scatter-mul": "scatter_dims_to_operand_dims",
-    "scatter-max": "scatter_dims_to_operand_dims",
-    "scatter-min": "scatter_dims_to_operand_dims",
-    "scatter-add": "scatter_dims_to_operand_dims",
-}
 # Primitives for which the order of rows counts, and what names the axis of it.
 _ORDERS = {"sort": "dimension", "top_k": "dimension", "cumprod": "axis", "cumlogsumexp": "axis"}
-# Primitives of which the output is read, if all their operands are.
-_OF_INTEGERS = frozenset(
-    (
-        *("add", "and", "broadcast_in_dim", "clamp", "concatenate", "convert_element_type", "copy", "div", "eq", "ge"),
-        *("gt", "iota", "le", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pcast", "pvary", "rem", "reshape"),
-        *("rev", "select_n", "sign", "slice", "squeeze", "stop_gradient", "sub", "transpose"),
-    )
-)
 _KERNELS = ("custom_linear_solve", "ffi_call", "linear_solve", "pallas_call", "ragged_dot", "ragged_dot_general")
 _ROOTS = {"sqrt": 0.5, "rsqrt": -0.5, "cbrt": 1 / 3, "square": 2}
 _EXTREMES = (
@@ -309,7 +196,7 @@ class StepScaling(NamedTuple):
         # A state, such as the variance that a normalisation tracks, is of each worker's rows by intention. Where there
         # is one, rows are normalised by intention as well.
         outs = list(zip(numbers, *(inner_jaxpr(body).outvars for body in bodies), strict=True))
-        tracks = any(number.is_own and one.aval.ndim and not _differs(one, two) for number, one, two in outs)
+        tracks = any(number.is_own and one.aval.ndim and not differs(one, two) for number, one, two in outs)
         numbers = [
             number._replace(
                 is_curved=number.is_curved and not one.aval.ndim,
@@ -451,9 +338,9 @@ class _Walk:
             outs = self._of_equation(one, two, operands)
             self.is_backward = outer
             if one.outvars and not inner_jaxprs(one.params):
-                outs = _placed(one, two, operands, outs, producers)
+                outs = with_places(one, two, operands, outs, producers)
             if not _is_linear(one, operands):
-                has_rows = any(map(_differs, (*one.invars, *one.outvars), (*two.invars, *two.outvars)))
+                has_rows = any(map(differs, (*one.invars, *one.outvars), (*two.invars, *two.outvars)))
                 has_mean = any(operand.has_mean for operand in operands)
                 outs = [
                     out._replace(is_curved=out.is_curved or not has_rows, is_normalised=out.is_normalised or has_mean)
@@ -474,12 +361,12 @@ class _Walk:
             return [_picked(operands[:1], _same(outs)) for outs in zip(*branches, strict=True)]
         inner = [inner_jaxprs(eqn.params) for eqn in (one, two)]
         if name != "while" and len(inner[0]) == len(inner[1]) == 1 and len(inner[0][0].invars) == len(operands):
-            programs = ([x for x in eqn.params.values() if hasattr(x, "eqns")] for eqn in (one, two))  # and constants
-            return self.outputs(
-                *(found[0] if found else eqns[0] for found, eqns in zip(programs, inner, strict=True)), operands
-            )
+            programs = [
+                next(x for x in eqn.params.values() if hasattr(x, "eqns")) for eqn in (one, two)
+            ]  # and constants
+            return self.outputs(programs[0], programs[1], operands)
         if name in _KEEP and not _is_shifted(one, two):
-            if _is_part(one, two, operands[0].blocks) and operands[0].stacks <= 1:
+            if is_part(one, two, operands[0].blocks) and operands[0].stacks <= 1:
                 operands = [operands[0]._replace(is_by_place=True)]
             return operands * len(one.outvars) if len(operands) == 1 else operands
         if name in COLLECTIVES and len(operands) == len(one.outvars):
@@ -489,27 +376,27 @@ class _Walk:
         outputs = self._of_while(one, two, operands)
         carried = _NEITHER._replace(is_shared=any(map(jaxpr_communicates, inner[0])))  # as a line search does
         pairs = zip(outputs, one.outvars, two.outvars, strict=True)
-        return [out if _differs(*pair) or not out.is_own else carried for out, *pair in pairs]
+        return [out if differs(*pair) or not out.is_own else carried for out, *pair in pairs]
 
     def _of_primitive(self, one: PyTree, two: PyTree, operands: list[Scaling]) -> Scaling:
         name, marks = one.primitive.name, _marks(operands)
         powers = [operand.power for operand in operands]
-        if name in _INDEXED and _points_at_rows(one, two, operands[1]):
+        if name in INDEXED and _points_at_rows(one, two, operands[1]):
             return _UNKNOWN._replace(**marks)
-        if _is_at_place(one, two, operands):
+        if is_at_place(one, two, operands):
             operands = [operands[0]._replace(is_by_place=True), *operands[1:]]
             marks = _marks(operands)
         if name in _PICK:
             places, numbers = (operands[:1], operands[1:]) if name == "select_n" else (operands[1:], operands[:1])
-            if name != "select_n" and _differs(one.invars[0], two.invars[0]):  # each row from its own place
+            if name != "select_n" and differs(one.invars[0], two.invars[0]):  # each row from its own place
                 places = [place._replace(is_by_place=operands[0].is_by_place) for place in places]
             return _picked(places, _joined(numbers))._replace(is_own=marks["is_own"])
         if name == "iota":
-            return Scaling(is_by_place=one.params["dimension"] in _row_axes(one.outvars[0], two.outvars[0]))
+            return Scaling(is_by_place=one.params["dimension"] in axes_of_rows(one.outvars[0], two.outvars[0]))
         if name == "axis_index":
             return Scaling(is_of_worker=True)
         if name.startswith(("random_", "rng_")):
-            key, has_rows = operands[0], marks["is_by_place"] or any(map(_differs, one.outvars, two.outvars))
+            key, has_rows = operands[0], marks["is_by_place"] or any(map(differs, one.outvars, two.outvars))
             marks["is_by_place"] = False  # noise of any row does
             is_of_own = marks["is_own"] if name == "random_fold_in" else key.is_own
             marks["is_alike"] |= has_rows and not (is_of_own or marks["is_of_worker"])
@@ -534,7 +421,7 @@ class _Walk:
             return number._replace(is_by_place=number.is_by_place and is_number)
         if (axes := _reduced_axes(one, two)) is not None:
             # Of pairs of rows, of which workers have some.
-            if axes and len(_row_axes(one.invars[0], two.invars[0])) > 1:
+            if axes and len(axes_of_rows(one.invars[0], two.invars[0])) > 1:
                 axes = _own_axes(one, two) if marks["is_shared"] else axes
                 if axes:
                     return _UNKNOWN._replace(**marks)
@@ -554,7 +441,7 @@ class _Walk:
             return operands[1]._replace(constant=None, **marks)
         is_plain = all(power in (0, -math.inf) for power in powers)
         is_ordered = name in _ORDERS and _rows_along(one, two, [one.params.get(_ORDERS[name], -1)])
-        has_rows = [any(map(_differs, *pair)) for pair in ((one.invars, two.invars), (one.outvars, two.outvars))]
+        has_rows = [any(map(differs, *pair)) for pair in ((one.invars, two.invars), (one.outvars, two.outvars))]
         factors = set(powers) - {0, -math.inf}
         if name in _KERNELS and len(factors) == 1 and has_rows[1]:  # of a cotangent, taken to be linear
             return Scaling(factors.pop(), **marks)
@@ -578,7 +465,7 @@ class _Walk:
         if is_quotient:
             if right.is_total and right.power >= 1 and left.is_own and not self.is_alone:
                 return _NEITHER  # a Kth of a quotient
-            is_reduced = not any(map(_differs, one.invars, two.invars))
+            is_reduced = not any(map(differs, one.invars, two.invars))
             marks["is_weighted"] |= right.power >= 1 and right.is_own
             marks["is_ratio"] |= is_reduced and left.is_own and right.is_own
             marks["is_mixed"] = left.is_mixed
@@ -618,7 +505,7 @@ class _Walk:
     def _of_constants(self, one: PyTree, two: PyTree) -> Scaling:
         """Returns the scaling of a constant: 1 if it has grown as the rows have, -1 if its inverse has."""
         is_read = jnp.issubdtype(jnp.result_type(one), jnp.integer) and not isinstance(one, Tracer)
-        places = _Integers(np.asarray(one)) if is_read and jnp.size(one) < _READ else None
+        places = Integers(np.asarray(one)) if is_read and jnp.size(one) < READ else None
         if not all(map(_is_number, (one, two))):
             is_by_place = jnp.shape(one) != jnp.shape(two)
             return Scaling(is_by_place=is_by_place, stacks=int(is_by_place), places=places)
@@ -714,7 +601,7 @@ def _leads(var: Any, carry: PyTree, producers: dict[Any, Any]) -> bool:
     return var is carry or (var in producers and any(_leads(x, carry, producers) for x in producers[var].invars))
 
 
-def _marks(operands: Sequence[Scaling]) -> dict[str, bool]:
+def _marks(operands: Sequence[Scaling]) -> dict[str, Any]:
     names = ("is_own", "is_weighted", "is_ratio", "is_mixed", "is_shared", "is_curved", "has_mean", "is_normalised")
     names += (
         "has_extreme",
@@ -782,21 +669,11 @@ def _is_number(x: Any) -> bool:
     is_real = any(jnp.issubdtype(jnp.result_type(x), kind) for kind in (jnp.bool_, jnp.integer, jnp.floating))
     if not is_real or isinstance(x, Tracer) or not getattr(x, "is_fully_addressable", True):
         return False
-    return jnp.ndim(x) == 0 or (0 < x.size < _READ and bool((np.asarray(x) == np.asarray(x).flat[0]).all()))
+    return jnp.ndim(x) == 0 or (0 < x.size < READ and bool((np.asarray(x) == np.asarray(x).flat[0]).all()))
 
 
 def _is_exchange(eqn: Any) -> bool:
     return SCOPE in str(eqn.source_info.name_stack)
-
-
-def _differs(one: PyTree, two: PyTree) -> bool:
-    return one.aval.shape != two.aval.shape
-
-
-def _row_axes(one: PyTree, two: PyTree) -> list[int]:
-    """Returns the axes of an array that are of rows."""
-    sizes = zip(one.aval.shape, two.aval.shape, strict=True)
-    return [axis for axis, (size, second) in enumerate(sizes) if size != second]
 
 
 def _is_shifted(one: PyTree, two: PyTree) -> bool:
@@ -813,29 +690,10 @@ def _is_shifted(one: PyTree, two: PyTree) -> bool:
     return any(size != second and out * second != second_out * size for size, out, second, second_out in sizes)
 
 
-def _is_part(one: PyTree, two: PyTree, blocks: int) -> bool:
-    """Returns whether some of a worker's rows are taken from one place, as the first half; but not every second one."""
-    array, params, name = one.invars[0].aval, one.params, one.primitive.name
-    row_axes = _row_axes(one.invars[0], two.invars[0])
-    if name in ("split", "unstack"):
-        axis = params["axis"]
-        return axis in row_axes or _is_of_blocks(array.shape, axis, row_axes, blocks)
-    if name != "slice":
-        return False
-    strides, shape = params["strides"] or [1] * array.ndim, one.outvars[0].aval.shape
-    parts = [axis for axis in range(array.ndim) if shape[axis] < array.shape[axis] and strides[axis] == 1]
-    return any(axis in row_axes or _is_of_blocks(array.shape, axis, row_axes, blocks) for axis in parts)
-
-
-def _is_of_blocks(shape: Sequence[int], axis: int, row_axes: Sequence[int], blocks: int) -> bool:
-    """Returns whether an axis is the one of blocks of rows."""
-    return blocks > 0 and shape[axis] == blocks and any(axis < row_axis for row_axis in row_axes)
-
-
 def _rows_along(one: PyTree, two: PyTree, axes: Sequence[int]) -> int:
     """Returns how many of some axes of the first operand are of rows."""
     var, second = one.invars[0], two.invars[0]
-    return len({axis % var.aval.ndim for axis in axes}.intersection(_row_axes(var, second)))
+    return len({axis % var.aval.ndim for axis in axes}.intersection(axes_of_rows(var, second)))
 
 
 def _reduced_axes(one: PyTree, two: PyTree) -> int | None:
@@ -857,164 +715,8 @@ def _reduced_axes(one: PyTree, two: PyTree) -> int | None:
 
 def _points_at_rows(one: PyTree, two: PyTree, places: Scaling) -> bool:
     """Returns whether indices are of rows, and come from the batch: a worker reads them as places among its own."""
-    indexed = getattr(one.params["dimension_numbers"], _INDEXED[one.primitive.name])
+    indexed = getattr(one.params["dimension_numbers"], INDEXED[one.primitive.name])
     return places.is_own and not places.is_by_place and _rows_along(one, two, indexed) > 0
-
-
-def _is_at_place(one: PyTree, two: PyTree, operands: Sequence[Scaling]) -> bool:
-    """Returns whether some of a worker's rows are read or written at places, and not each at its own."""
-    name = one.primitive.name
-    if name not in _INDEXED and name not in ("dynamic_slice", "dynamic_update_slice"):
-        return False
-    is_read, shape = name in ("gather", "dynamic_slice"), one.invars[0].aval.shape
-    row_axes = _row_axes(one.invars[0], two.invars[0])
-    part, second = (one.outvars, two.outvars) if is_read else (one.invars[1:], two.invars[1:])
-    sizes = one.params.get("slice_sizes", part[0].aval.shape if len(part[0].aval.shape) == len(shape) else shape)
-    if name not in _INDEXED:
-        if any(
-            sizes[axis] < shape[axis] and _is_of_blocks(shape, axis, row_axes, operands[0].blocks)
-            for axis in range(len(shape))
-        ):
-            return True
-        is_known = not any(place.is_by_place for place in operands[1:])  # and not the counter of a loop over rows
-        return is_known and any(sizes[axis] < shape[axis] for axis in row_axes)
-    indexed = list(getattr(one.params["dimension_numbers"], _INDEXED[name]))
-    if is_read and any(
-        sizes[axis] < shape[axis] and _is_of_blocks(shape, axis, row_axes, operands[0].blocks) for axis in indexed
-    ):
-        return True
-    places = [
-        indexed.index(axis) for axis in row_axes if axis in indexed and (not is_read or sizes[axis] < shape[axis])
-    ]
-    if not places:
-        return False
-    if operands[1].places is None:
-        return not operands[1].is_by_place and not any(map(_differs, part, second))
-    numbers, rows = operands[1].places.array[..., places[0]], shape[indexed[places[0]]] // max(operands[0].stacks, 1)
-    axes = [axis for axis in _row_axes(one.invars[1], two.invars[1]) if axis < numbers.ndim]
-    if len(axes) != 1 or numbers.shape[axes[0]] % rows:
-        return True
-    own = np.repeat(np.arange(rows), numbers.shape[axes[0]] // rows)
-    return bool(((np.moveaxis(numbers, axes[0], -1) - own) % rows).any())
-
-
-def _placed(
-    one: PyTree, two: PyTree, operands: Sequence[Scaling], outs: list[Scaling], producers: dict[Any, Any]
-) -> list[Scaling]:
-    """Returns the scalings of an equation's outputs with what is known of the places of rows in them."""
-    name, out, second = one.primitive.name, one.outvars[0], two.outvars[0]
-    pairs = list(zip(one.invars, two.invars, operands, strict=True))
-    of_rows = [(var, number) for var, other, number in pairs if _differs(var, other)]
-    stacks, blocks = max((x.stacks for _, x in of_rows), default=0), max((x.blocks for x in operands), default=0)
-    is_own, axes = any(x.is_own for x in operands), _row_axes(out, second)
-    by_place = False
-    if name == "concatenate" and one.params["dimension"] in axes:
-        sizes = {var.aval.shape[one.params["dimension"]] / max(number.stacks, 1) for var, number in of_rows}
-        is_stack = len(of_rows) == len(pairs) > 1 and len(sizes) == 1
-        stacks = sum(max(number.stacks, 1) for _, number in of_rows) if is_stack else stacks
-        by_place = not is_own and not is_stack
-    elif name == "tile" and len(axes) == 1:
-        stacks *= one.params["reps"][axes[0]]
-    elif name == "iota":
-        stacks = len(axes)
-    elif name == "gather" and _differs(one.invars[1], two.invars[1]):
-        stacks = operands[1].stacks
-    elif name == "reshape" and of_rows and len(axes) == len(in_axes := _row_axes(one.invars[0], two.invars[0])) == 1:
-        before, after = (math.prod(x.aval.shape[: axis[0]]) for x, axis in ((one.invars[0], in_axes), (out, axes)))
-        before = before * max(stacks, 1) // max(blocks, 1)
-        is_equal = operands[0].constant is not None or (after >= before and not stacks)
-        stacks, blocks = (0, 0) if is_equal else (max(before // after, 1), after // before * (after > before))
-    elif name in ("pad", "slice", "split") and is_own and len(axes) == 1 and one.invars[0].aval.ndim == out.aval.ndim:
-        size, part = one.invars[0].aval.shape[axes[0]], out.aval.shape[axes[0]]
-        stacks = part * stacks // size if part * stacks % size == 0 else stacks
-    elif name in (
-        "pad",
-        "slice",
-        "dynamic_slice",
-        "dynamic_update_slice",
-        "scatter",
-        "scatter-add",
-        "cumsum",
-        "cumprod",
-    ):
-        is_cut = not of_rows and name in ("slice", "dynamic_slice") and operands[0].constant is None
-        is_varied = name not in ("slice", "dynamic_slice") and bool(_rows_changed(one, two))
-        by_place = len(axes) > 0 and not is_own and (is_cut or is_varied)
-    elif len({number.stacks for _, number in of_rows} - {0}) > 1:
-        by_place = name not in ("gather", "dot_general")
-    if blocks and name not in ("reshape", "slice", "split", "unstack", "gather", "dynamic_slice"):
-        by_place |= _mixes_blocks(one, two, blocks, operands, producers)
-    places = _integers(one, operands) if not is_own else None
-    return [
-        x._replace(is_by_place=x.is_by_place or by_place, stacks=stacks, blocks=blocks, places=places) for x in outs
-    ]
-
-
-def _rows_changed(one: PyTree, two: PyTree) -> bool:
-    """Returns whether a primitive makes numbers differ along rows."""
-    name, axes = one.primitive.name, _row_axes(one.outvars[0], two.outvars[0])
-    if name == "pad":
-        return any(
-            low or high or inner for axis, (low, high, inner) in enumerate(one.params["padding_config"]) if axis in axes
-        )
-    if name in ("cumsum", "cumprod"):
-        return one.params["axis"] in axes
-    if name == "dynamic_update_slice":
-        shape, part = one.invars[0].aval.shape, one.invars[1].aval.shape
-        return any(part[axis] < shape[axis] for axis in axes)
-    return any(axis in axes for axis in getattr(one.params["dimension_numbers"], _INDEXED[name]))
-
-
-def _mixes_blocks(
-    one: PyTree, two: PyTree, blocks: int, operands: Sequence[Scaling], producers: dict[Any, Any]
-) -> bool:
-    """Returns whether blocks of rows are joined, put in another order, or treated differently."""
-    name, params = one.primitive.name, one.params
-    for place, (var, other) in enumerate(zip(one.invars, two.invars, strict=True)):
-        row_axes, shape = _row_axes(var, other), var.aval.shape
-        axes = [axis for axis in range(len(shape)) if _is_of_blocks(shape, axis, row_axes or [len(shape)], blocks)]
-        if not axes or not operands[place].blocks:
-            continue
-        if name == "transpose":
-            order = params["permutation"]
-            return any(order.index(axis) > order.index(row_axis) for axis in axes[:1] for row_axis in row_axes)
-        if name == "dot_general":
-            contract, batch = (dimensions[place] for dimensions in params["dimension_numbers"])
-            is_other = not operands[1 - place].is_own and operands[1 - place].constant is None
-            return (axes[0] in contract and (len(row_axes) > 0 or is_other)) or (axes[0] in batch and is_other)
-        along = params.get("axes", params.get("dimensions", ()))
-        along = (*along, *(params[key] for key in ("axis", "dimension") if isinstance(params.get(key), int)))
-        if axes[0] in along:
-            return len(row_axes) > 0 and not set(row_axes) & set(along)
-        others = [(x, known) for x, known in zip(one.invars, operands, strict=True) if not known.is_own]
-        if any(known.constant is None and _is_along(x, shape, axes[0], row_axes, producers) for x, known in others):
-            return True
-    return False
-
-
-def _is_along(var: Any, shape: Sequence[int], axis: int, row_axes: Sequence[int], producers: dict[Any, Any]) -> bool:
-    """Returns whether an array of a shape differs along an axis and not along rows, as far as its equation tells."""
-    while not isinstance(var, Literal) and var in producers and producers[var].primitive.name in ("pcast", "pvary"):
-        var = producers[var].invars[0]
-    sizes = dict(enumerate(var.aval.shape))
-    if isinstance(var, Literal) or len(sizes) != len(shape) or sizes[axis] != shape[axis]:
-        return False
-    if (eqn := producers.get(var)) is not None and eqn.primitive.name == "broadcast_in_dim":
-        sizes = dict(zip(eqn.params["broadcast_dimensions"], eqn.invars[0].aval.shape, strict=True))
-    return sizes.get(axis, 1) > 1 and all(sizes.get(row_axis, 1) == 1 for row_axis in row_axes)
-
-
-def _integers(one: PyTree, operands: Sequence[Scaling]) -> _Integers | None:
-    """Returns the output of an equation, if it is integers that are computed from constants."""
-    if not all(x.places is not None for x in operands) or one.primitive.name not in _OF_INTEGERS:
-        return None
-    if one.primitive.name in ("pcast", "pvary"):
-        return operands[0].places
-    aval = one.outvars[0].aval
-    if aval.size >= _READ or not (jnp.issubdtype(aval.dtype, jnp.integer) or aval.dtype == jnp.bool_):
-        return None
-    with jax.ensure_compile_time_eval():
-        return _Integers(np.asarray(one.primitive.bind(*(x.places.array for x in operands if x.places), **one.params)))
 
 
 def _mixes_rows(one: PyTree, two: PyTree) -> bool:
@@ -1025,7 +727,7 @@ def _mixes_rows(one: PyTree, two: PyTree) -> bool:
 
 def _own_axes(one: PyTree, two: PyTree) -> int:
     """Returns along how many axes of own rows a primitive reduces; the rows of all workers are more."""
-    shape, row_axes = one.invars[0].aval.shape, _row_axes(one.invars[0], two.invars[0])
+    shape, row_axes = one.invars[0].aval.shape, axes_of_rows(one.invars[0], two.invars[0])
     fewest = min(shape[axis] for axis in row_axes)
     reduced = one.params.get("axes", row_axes)
     return sum(axis in reduced and shape[axis] == fewest for axis in row_axes)
@@ -1034,7 +736,7 @@ def _own_axes(one: PyTree, two: PyTree) -> int:
 def _reduced(invars: Sequence[Any], second_invars: Sequence[Any], one: PyTree, two: PyTree) -> int:
     """Returns how many more axes of rows some operands have than the result."""
     pairs = (invars, second_invars), (one.outvars, two.outvars)
-    own, results = (sum(map(len, map(_row_axes, *pair))) for pair in pairs)
+    own, results = (sum(map(len, map(axes_of_rows, *pair))) for pair in pairs)
     return max(own - results, 0)
 
 

@@ -43,6 +43,24 @@ def in_chunks(x, labels):
     return jax.lax.map(lambda part: cross_entropy(*part).mean(), parts).mean()
 
 
+def both(x):
+    return jnp.stack([x, 2 * x])
+
+
+def halved(number):
+    return jax.lax.while_loop(lambda x: jnp.abs(x) > 0.1, lambda x: x / 2, number)
+
+
+def until(end, body):
+    """A loop of three turns, or until an end, of which there is no gradient."""
+
+    def loop(x):
+        start = (jax.lax.stop_gradient(x), 0)
+        return x * jax.lax.while_loop(lambda c: (c[1] < 3) & end(c[0]), lambda c: (body(c[0]), c[1] + 1), start)[0]
+
+    return loop
+
+
 FILTERS = np.ones((3, 1, 2), np.float32)
 
 
@@ -102,6 +120,31 @@ LOSSES = {
     "every second row": (lambda x, y, v: jnp.square(x[::2] - x[1::2]).mean(), 0),
     "views in turn": (lambda x, y, v: jnp.square(jnp.subtract(*jnp.unstack(x.reshape(-1, 2, 4), axis=1))).mean(), 0),
     "micro-batches": (lambda x, y, v: jax.lax.map(lambda part: (part**2).mean(), x.reshape(2, -1, 4)).mean(), 0),
+    "micro-batches, mapped": (lambda x, y, v: jax.vmap(lambda part: (part**2).mean())(x.reshape(2, -1, 4)).mean(), 0),
+    "time first, flat and back": (
+        lambda x, y, v: jnp.square(jnp.diff((x.T.reshape(-1, 1) @ WEIGHTS[:1]).reshape(4, -1, 3), axis=0)).mean(),
+        0,
+    ),
+    "views, stacked": (lambda x, y, v: jnp.square(jnp.subtract(*both(x).reshape(-1, 4).reshape(2, -1, 4))).mean(), 0),
+    "views by an embedding": (
+        lambda x, y, v: jnp.subtract(*jnp.split(jnp.asarray(WEIGHTS)[jnp.concatenate([y, y + 1])], 2)).mean(),
+        0,
+    ),
+    "halves of two arrays": (
+        lambda x, y, v: (lambda z: jnp.tanh(z[: len(x)] - z[len(x) :]))(jnp.vstack([x, 2 * x])).mean(),
+        0,
+    ),
+    "samples by a tile": (lambda x, y, v: jnp.square(jnp.tile(x, (3, 1)).reshape(3, -1, 4).sum(0)).mean(), 0),
+    "labels of two arrays": (
+        lambda x, y, v: (jnp.vstack([x, 2 * x])[:, 0] * jnp.repeat(jnp.array([1.0, -1]), len(x))).mean(),
+        0,
+    ),
+    "groups of equal size": (
+        lambda x, y, v: jnp.tanh(jax.ops.segment_sum(x.reshape(-1), jnp.repeat(jnp.arange(len(x)), 4), len(x))).mean(),
+        0,
+    ),
+    "every row by its number": (lambda x, y, v: jnp.square(x[jnp.arange(len(x))] - x).mean(), 0),
+    "a loop of every row": (lambda x, y, v: jax.vmap(halved)(x[:, 0]).mean(), 0),
     "loop over places": (lambda x, y, v: jax.lax.map(lambda i: x[i] ** 2, jnp.arange(len(x))).mean(), 0),
     "a column by its place": (lambda x, y, v: (x.at[:, 1].set(0)[:, 2] + x.at[:, 1].multiply(2)[:, 1]).mean(), 0),
     "noise of every row": (lambda x, y, v: noisy(x).mean(), None),
@@ -170,6 +213,35 @@ NEITHER = {
     "views that are split": lambda x: jnp.square(jnp.subtract(*jnp.split(x, 2))).mean(),
     "views in blocks": lambda x: jnp.square(jnp.subtract(*x.reshape(2, -1, 4))).mean(),
     "a block by its number": lambda x: x.reshape(2, -1, 4)[jnp.array(1)].mean(),
+    "blocks with weights": lambda x: (x.reshape(2, -1, 4) * WEIGHTS[:2, :1, None]).mean(),
+    "blocks with weights, a product": lambda x: jnp.einsum(
+        "knd,kde->", x.reshape(2, -1, 4) / len(x), np.stack([WEIGHTS, 2 * WEIGHTS])
+    ),
+    "blocks' means with weights": lambda x: x.reshape(2, -1).mean(1) @ jnp.array([0.3, 0.7]),
+    "the largest of blocks": lambda x: x.reshape(2, -1, 4).max(0).mean(),
+    "a sum of blocks": lambda x: jnp.square(x.reshape(2, -1, 4).sum(0)).mean(),
+    "standardised over blocks": lambda x: (lambda z: (z * z.std(0)).mean())(x.reshape(2, -1)),
+    "blocks as time": lambda x: jax.lax.scan(
+        lambda h, z: (jnp.tanh(h + z), None), jnp.zeros((len(x) // 2, 4)), x.reshape(2, -1, 4)
+    )[0].mean(),
+    "blocks in another order": lambda x: (x.reshape(2, -1, 4)[::-1].reshape(-1, 4) * x).mean(),
+    "blocks, transposed": lambda x: (x.reshape(2, -1, 4).swapaxes(0, 1).reshape(-1, 4) * x).mean(),
+    "half of the rows by number": lambda x: x[jnp.arange(len(x) // 2)].mean(),
+    "half of the rows, taken": lambda x: jax.lax.dynamic_slice_in_dim(x, 0, len(x) // 2).mean(),
+    "the next row by number": lambda x: (x * x[(jnp.arange(len(x)) + 1) % len(x)]).mean(),
+    "half of the rows written over": lambda x: x.at[: len(x) // 2].set(0).mean(),
+    "half of the rows weighed": lambda x: x.at[: len(x) // 2].multiply(3).mean(),
+    "weights of halves": lambda x: x[:, 0] @ jnp.repeat(jnp.array([0.0, 1.0]), len(x) // 2) / len(x),
+    "weights that are joined": lambda x: (x[:, 0] * jnp.concatenate([jnp.ones(3), jnp.zeros(len(x) - 3)])).mean(),
+    "weights that are padded": lambda x: (x[:, 0] * jnp.pad(jnp.ones(len(x) // 2), (0, len(x) // 2))).mean(),
+    "weights that are summed up": lambda x: (x[:, 0] * jnp.cumsum(jnp.ones(len(x))) / len(x)).mean(),
+    "rows of a table": lambda x: (x * np.arange(400, dtype=np.float32).reshape(100, 4)[: len(x)]).mean(),
+    "rows of a table, a tracer": lambda x: (x * jnp.sin(jnp.ones((100, 4)))[: len(x)]).mean(),
+    "rows that are counted": lambda x: jax.lax.scan(lambda n, z: (n + 1, jnp.where(n < 5, z, 0)), 0, x)[1].mean(),
+    "a loop until all rows are small": lambda x: until(lambda c: jnp.abs(c).max() > 0.1, lambda c: c / 2)(x).mean(),
+    "a loop with a mean": lambda x: until(lambda c: True, lambda c: jnp.tanh(c - c.mean()))(x).mean(),
+    "a loop with neighbours": lambda x: until(lambda c: True, lambda c: c + jnp.roll(c, 1, 0))(x).mean(),
+    "a spectrum of rows": lambda x: jnp.abs(jnp.fft.fft(x, axis=0)).mean(),
     "neighbours": lambda x: jnp.square(x[1:] - x[:-1]).mean(),
     "rows by their numbers": lambda x: x[np.array([0, 3])].mean(),
     "rows by a permutation of a fixed length": lambda x: x[jax.random.permutation(jax.random.key(0), ROWS)].mean(),
@@ -234,17 +306,29 @@ def of_worker(key):
     return jax.random.fold_in(key, jax.lax.axis_index("data"))
 
 
+def with_next(key, row):
+    key, own = jax.random.split(key)
+    return key, row * jax.random.uniform(own)
+
+
 ALIKE = {
     "a dropout": dropped,
     "by row": lambda key, x: jax.vmap(dropped)(jax.random.split(key, len(x)), x),
     "by number": lambda key, x: jax.vmap(dropped)(
         jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(len(x))), x
     ),
+    "in a loop": lambda key, x: jax.lax.map(
+        lambda p: p[0] * jax.random.uniform(jax.random.fold_in(key, p[1])), (x, jnp.arange(len(x)))
+    ),
+    "a key that is carried": lambda key, x: jax.lax.scan(with_next, key, x)[1],
     "two words": lambda key, x: dropped(jax.random.key_data(key), x),
 }
 OWN_NOISE = {
     "a worker's own": lambda key, x: dropped(of_worker(key), x),
     "a worker's own, by row": lambda key, x: jax.vmap(dropped)(jax.random.split(of_worker(key), len(x)), x),
+    "by a number of the batch": lambda key, x: jax.vmap(dropped)(
+        jax.vmap(jax.random.fold_in, (None, 0))(key, (99 * x[:, 0]).astype(int)), x
+    ),
     "of weights": lambda key, x: x * jax.random.normal(key, x.shape[1:]),
 }
 

@@ -1,0 +1,102 @@
+"""How a number of a traced program scales with the rows of a batch, and what else is known of it."""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Integers:
+    """An array of integers, which is equal to itself alone."""
+
+    def __init__(self, array: np.ndarray):
+        self.array = array
+
+
+class Scaling(NamedTuple):
+    """What becomes of a number if a worker has n times as many rows, each of its own n times.
+
+    Attributes:
+      power: it is n**power times as large: 1 for a sum over rows, 0 for a mean, -inf for 0; NaN if it is not known.
+      is_own: whether it is computed from a worker's own rows.
+      is_weighted: whether it was divided by a sum over own rows, such as a number of valid tokens.
+      is_ratio: whether it is a quotient of two numbers of which each has no rows left.
+      is_extreme: whether it is the largest or smallest of own rows.
+      has_extreme: whether the largest or smallest of own rows is in it.
+      is_mixed: whether terms were added that scale differently.
+      is_total: whether it is of the rows of all workers.
+      is_multiple: whether the sum over the workers of what is no sum over rows, such as a mean, is in it.
+      is_shared: whether it is computed from numbers of other workers.
+      is_spread: whether a gradient is in it that JAX has summed over the workers, since it is that of a constant.
+      is_curved: whether it is a function, and no linear one, of own numbers that have no rows left, and no mean over
+        rows was taken since.
+      has_mean: whether a sum or a mean over own rows is in it.
+      is_normalised: whether it is a function, and no linear one, of rows and such means, as a normalisation is.
+      is_by_place: whether it depends on where a row stands among a worker's own, as `jnp.arange(len(x))` does.
+      is_of_worker: whether it depends on the worker's number.
+      is_alike: whether random numbers of rows are in it whose key is the same on all workers.
+      stacks: how many arrays of all rows stand one behind another along the axis of rows; 0 if all rows are equal.
+      blocks: into how many blocks rows were cut, each of rows that stand together; 0 if they were not.
+      places: its integers, if they are computed from constants of the program alone.
+      constant: its value, if it is a constant of the program.
+    """
+
+    power: float = 0
+    is_own: bool = False
+    is_weighted: bool = False
+    is_ratio: bool = False
+    is_extreme: bool = False
+    has_extreme: bool = False
+    is_mixed: bool = False
+    is_total: bool = False
+    is_multiple: bool = False
+    is_shared: bool = False
+    is_spread: bool = False
+    is_curved: bool = False
+    has_mean: bool = False
+    is_normalised: bool = False
+    is_by_place: bool = False
+    is_of_worker: bool = False
+    is_alike: bool = False
+    stacks: int = 0
+    blocks: int = 0
+    places: Integers | None = None
+    constant: float | None = None
+
+    @property
+    def is_count(self) -> bool:
+        """Whether it has a number of rows in it, and nothing else of a worker's own."""
+        return not (self.is_own or self.is_total or math.isnan(self.power)) and self.power not in (0, -math.inf)
+
+    @property
+    def reduction(self) -> str:
+        """What it is of own rows, "sum" or "max", so that the mean over workers is wrong; else ""."""
+        return "max" if self.is_extreme else "sum" if self.power == 1 and not self.is_total else ""
+
+    @property
+    def is_unknown(self) -> bool:
+        """Whether it may be neither a mean nor a sum over rows, and is computed from a worker's own alone."""
+        is_neither = (self.is_mixed or self.power not in (0, 1, -math.inf)) and not self.is_quotient
+        is_neither |= self.is_by_place or (self.has_extreme and not self.is_extreme)
+        return self.is_own and not self.is_shared and is_neither
+
+    @property
+    def is_share(self) -> bool:
+        """Whether a number of one row has a part that shrinks as rows become more, as the gradient of a mean does."""
+        return self.is_own and not self.is_shared and (self.is_mixed or -math.inf < self.power < 0)
+
+    @property
+    def is_quotient(self) -> bool:
+        """Whether it is of one size for any number of rows, and was divided by a number of a worker's own."""
+        return self.power == 0 and (self.is_weighted or self.is_ratio)
+
+    @property
+    def is_of_mean(self) -> bool:
+        """Whether it is a function of a worker's own means, such as the root of one, or of rows and these."""
+        is_known = self.power == 0 and not (self.is_shared or self.is_quotient or self.is_unknown)
+        return is_known and (self.is_curved or self.is_normalised)
+
+    def of_micro_batch(self) -> "Scaling":
+        """Returns that of a number of one micro-batch of several: none is of all rows."""
+        is_own = self.is_own or self.is_shared
+        return self._replace(is_own=is_own, is_total=False, is_shared=False)
