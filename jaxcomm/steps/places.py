@@ -53,9 +53,10 @@ def axes_of_rows(one: PyTree, two: PyTree) -> list[int]:
     return [axis for axis, (size, second) in enumerate(sizes) if size != second]
 
 
-def _integers(one: PyTree, operands: Sequence[Scaling]) -> Integers | None:
-    """Returns the output of an equation, if it is integers that are computed from constants."""
-    if not all(x.places is not None for x in operands) or one.primitive.name not in _OF_INTEGERS:
+def _integers(one: PyTree, operands: Sequence[Scaling], is_by_place: bool) -> Integers | None:
+    """Returns the output of an equation, if it is integers that are computed from places of rows and constants."""
+    is_read = (is_by_place or one.outvars[0].aval.size == 1) and one.primitive.name in _OF_INTEGERS
+    if not is_read or not all(x.places is not None for x in operands):
         return None
     if one.primitive.name in ("pcast", "pvary"):
         return operands[0].places
@@ -87,8 +88,8 @@ def is_at_place(one: PyTree, two: PyTree, operands: Sequence[Scaling]) -> bool:
         return False
     is_read, shape = name in ("gather", "dynamic_slice"), one.invars[0].aval.shape
     row_axes = axes_of_rows(one.invars[0], two.invars[0])
-    part, second = (one.outvars, two.outvars) if is_read else (one.invars[1:], two.invars[1:])
-    sizes = one.params.get("slice_sizes", part[0].aval.shape if len(part[0].aval.shape) == len(shape) else shape)
+    part = (one.outvars[0] if is_read else one.invars[1]).aval.shape
+    sizes = one.params.get("slice_sizes", part if len(part) == len(shape) else shape)
     if name not in INDEXED:
         if any(
             sizes[axis] < shape[axis] and _is_of_blocks(shape, axis, row_axes, operands[0].blocks)
@@ -108,7 +109,7 @@ def is_at_place(one: PyTree, two: PyTree, operands: Sequence[Scaling]) -> bool:
     if not places:
         return False
     if operands[1].places is None:
-        return not operands[1].is_by_place and not any(map(differs, part, second))
+        return not operands[1].is_by_place and not differs(one.invars[1], two.invars[1])
     numbers, rows = operands[1].places.array[..., places[0]], shape[indexed[places[0]]] // max(operands[0].stacks, 1)
     axes = [axis for axis in axes_of_rows(one.invars[1], two.invars[1]) if axis < numbers.ndim]
     if len(axes) != 1 or numbers.shape[axes[0]] % rows:
@@ -154,10 +155,9 @@ def with_places(
         by_place = name != "gather" and (name != "dot_general" or not axes)
     if blocks and name not in ("reshape", "slice", "split", "unstack", "gather", "dynamic_slice"):
         by_place |= _mixes_blocks(one, two, blocks, operands, producers)
-    places = _integers(one, operands) if not is_own else None
-    return [
-        x._replace(is_by_place=x.is_by_place or by_place, stacks=stacks, blocks=blocks, places=places) for x in outs
-    ]
+    by_place |= outs[0].is_by_place
+    places = _integers(one, operands, by_place) if not is_own else None
+    return [x._replace(is_by_place=by_place, stacks=stacks, blocks=blocks, places=places) for x in outs]
 
 
 def _rows_changed(one: PyTree, two: PyTree) -> bool:

@@ -373,7 +373,10 @@ class _Walk:
             return [self._of_collective(one, operand) for operand in operands]
         if name != "while":
             return [self._of_primitive(one, two, operands)] * len(one.outvars)
-        outputs = self._of_while(one, two, operands)
+        try:
+            outputs = self._of_while(one, two, operands)
+        except _DifferentError:
+            outputs = [self._of_primitive(one, two, operands)] * len(one.outvars)
         carried = _NEITHER._replace(is_shared=any(map(jaxpr_communicates, inner[0])))  # as a line search does
         pairs = zip(outputs, one.outvars, two.outvars, strict=True)
         return [out if differs(*pair) or not out.is_own else carried for out, *pair in pairs]
@@ -520,12 +523,13 @@ class _Walk:
         """What a loop does once it may do any number of times; a loop of each row's own ends with its last row."""
         consts = one.params["cond_nconsts"], one.params["body_nconsts"]
         own, carry = operands[consts[0] : sum(consts)], operands[sum(consts) :]
-        outs = [x._replace(places=None) for x in carry]
+        outs, gradients = [x._replace(places=None) for x in carry], [*self.gradients]
         for _ in range(2):
             outs = self.outputs(one.params["body_jaxpr"], two.params["body_jaxpr"], [*own, *outs])
             outs = [_joined([x, start])._replace(places=None) for x, start in zip(outs, carry, strict=True)]
         whole, condition = _joined(operands), inner_jaxpr(one.params["cond_jaxpr"])
         ends = self.outputs(condition, two.params["cond_jaxpr"], [*operands[: consts[0]], *outs])[0]
+        self.gradients = gradients  # without those that a line search exchanges
         # A loop of each row's own, by jax.vmap, asks for each row, or whether there is any.
         is_any = any(eqn.primitive.name == "reduce_or" and eqn.outvars == condition.outvars for eqn in condition.eqns)
         is_any |= condition.outvars[0].aval.ndim > 0
