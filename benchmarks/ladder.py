@@ -77,9 +77,9 @@ METHODS = {
     "dense": Entry("dense, Adam"),
     "muon": Entry("dense, Muon", optimizer="muon"),
     "powersgd": Entry("`powersgd(4)`", gpt.METHODS["powersgd"]),
-    "powersgd_start": Entry("`powersgd(4)`, a tenth of the steps dense", gpt.METHODS["powersgd"], start=0.1, rungs=2),
+    "powersgd_start": Entry("`powersgd(4)`, 10% dense", gpt.METHODS["powersgd"], start=0.1, rungs=2),
     "topk": Entry("`topk(0.99)`", gpt.METHODS["topk"]),
-    "topk_start": Entry("`topk(0.99)`, a tenth of the steps dense", gpt.METHODS["topk"], start=0.1, rungs=2),
+    "topk_start": Entry("`topk(0.99)`, 10% dense", gpt.METHODS["topk"], start=0.1, rungs=2),
     "dct_dp": Entry("`dct_dp(0.99)`, `life_span` of 100", gpt.METHODS["dct_dp"]),
     "demo": Entry("`demo(32)`", Demo(k=32), "sign"),
     "quant_dp": Entry("`quant_dp(8)`", QuantDp(bits=8)),
@@ -476,9 +476,9 @@ class Ladder:
         own, dense = (self._best_runs(rung, n)[0]["bytes_per_step"] for n in (name, BASELINE))
         row: Record = {"method": self.entries[name].label, "bytes a step": round(own)}
         row |= {"fewer than dense": round(dense / own, 1)}
-        if self.is_cut:
-            return row  # boundaries are not timed here
         timed = self.records.find(self._key("worker's step", rung, name))
+        if self.is_cut or not self.records.find(self._key("worker's step", rung, BASELINE)):
+            return row  # boundaries are not timed here, and other methods after the rung is trained
         received = rung.steps * own
         return row | {
             "a worker's step, ms": timed and round(1e3 * timed["seconds"], 1),
