@@ -141,7 +141,7 @@ def with_places(
         stacks = operands[1].stacks
     elif name == "reshape" and of_rows and len(axes) == len(in_axes := axes_of_rows(one.invars[0], two.invars[0])) == 1:
         before, after = (math.prod(x.aval.shape[: axis[0]]) for x, axis in ((one.invars[0], in_axes), (out, axes)))
-        before = before * max(stacks, 1) // max(blocks, 1)
+        before = max(before * max(stacks, 1) // max(blocks, 1), 1)
         is_equal = operands[0].constant is not None or (after >= before and not stacks)
         stacks, blocks = (0, 0) if is_equal else (max(before // after, 1), after // before * (after > before))
     elif name in ("pad", "slice", "split") and is_own and len(axes) == 1 and one.invars[0].aval.ndim == out.aval.ndim:

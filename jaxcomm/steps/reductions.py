@@ -280,16 +280,20 @@ def warn(flaw: str, numbers: Iterable[tuple[str, Scaling]]) -> None:
         warnings.warn(f"{', '.join(names)}: {WARNINGS[flaw]}", stacklevel=3)
 
 
+class _DifferentError(Exception):
+    """Two traces are not of the same equations."""
+
+
+# What may end a comparison: also a primitive that is not as it was, since a check must not end a step that is right.
+_TOLERATED: type[Exception] = Exception
+
+
 def _compare(program: Any, other: Any, inputs: Sequence[Scaling], walk: "_Walk") -> list[Scaling]:
     """Returns the `Scaling` of each output of two traces of one function; `_NEITHER` if their equations differ."""
     try:
         return walk.outputs(program, other, inputs)
-    except Exception:  # also for a primitive that is not as it was: a check must not end a step that is right
+    except _TOLERATED:
         return [_NEITHER] * len(inner_jaxpr(program).outvars)
-
-
-class _DifferentError(Exception):
-    """Two traces are not of the same equations."""
 
 
 class _Walk:
@@ -370,7 +374,8 @@ class _Walk:
                 operands = [operands[0]._replace(is_by_place=True)]
             return operands * len(one.outvars) if len(operands) == 1 else operands
         if name in COLLECTIVES and len(operands) == len(one.outvars):
-            return [self._of_collective(one, operand) for operand in operands]
+            reduced = map(_reduced_by_position, one.invars, two.invars, operands, [one] * len(operands))
+            return [self._of_collective(one, operand) for operand in reduced]
         if name != "while":
             return [self._of_primitive(one, two, operands)] * len(one.outvars)
         try:
@@ -429,9 +434,7 @@ class _Walk:
                 if axes:
                     return _UNKNOWN._replace(**marks)
             if name in _EXTREMES:
-                is_extreme = operands[0].is_extreme or (axes > 0 and operands[0].is_own)
-                has_extreme = operands[0].has_extreme or is_extreme
-                return operands[0]._replace(is_extreme=is_extreme, has_extreme=has_extreme, constant=None)
+                return _extreme(operands[0]) if axes else operands[0]._replace(constant=None)
             if name == "conv_general_dilated" and not axes and _mixes_rows(one, two):
                 return _UNKNOWN._replace(**marks)
             return _summed(operands, axes)
@@ -553,25 +556,34 @@ class _Walk:
                 start._replace(is_by_place=start.is_by_place or (change and not start.is_own))
                 for start, change in zip(carry, changes, strict=True)
             ]
+        length, given = one.params["length"], operands[consts + count :]
+        is_of_blocks = any(x.blocks == length for x in given)
+        given = [x._replace(blocks=0) if x.blocks == length else x for x in given]  # one block at a time
         for _ in range(3):
-            outs = self.outputs(*bodies, [*operands[:consts], *carry, *operands[consts + count :]])
+            outs = self.outputs(*bodies, [*operands[:consts], *carry, *given])
             pairs = list(zip(carry, outs, strict=False))
             if all(new[:3] == old[:3] for old, new in pairs):
                 break
             carry = [new if old.power == -math.inf else _same([old, new]) for old, new in pairs]
-        is_of_blocks = any(x.blocks == one.params["length"] for x in operands[consts + count :])
         if not is_longer and not is_of_blocks:
             return outs
         ways = [_accumulation(body, consts + place, place) for place in range(count)]
         if not is_longer:  # a loop over blocks of rows, of which each worker has its own
-            own = zip(body.invars[consts + count :], operands[consts + count :], strict=True)
+            own = zip(body.invars[consts + count :], given, strict=True)
             is_recurrent = any(not way and out.is_own for way, out in zip(ways, outs, strict=False))
             is_recurrent |= not self.is_backward and any(
                 jnp.issubdtype(var.aval.dtype, jnp.floating) and not x.is_own for var, x in own
             )
-            return [out._replace(is_by_place=out.is_by_place or is_recurrent) for out in outs]
+            stacked = [
+                place >= count and differs(*pair)
+                for place, pair in enumerate(zip(one.outvars, two.outvars, strict=True))
+            ]
+            return [
+                out._replace(is_by_place=out.is_by_place or is_recurrent, blocks=length if is_stacked else out.blocks)
+                for out, is_stacked in zip(outs, stacked, strict=True)
+            ]
         zeros = [Scaling(-math.inf) if way == "sum" else start for way, start in zip(ways, carry, strict=True)]
-        terms = self.outputs(*bodies, [*operands[:consts], *zeros, *operands[consts + count :]])
+        terms = self.outputs(*bodies, [*operands[:consts], *zeros, *given])
         is_recurrent = False
         for place, (way, start, term) in enumerate(zip(ways, operands[consts:], terms, strict=False)):
             is_recurrent |= not way and outs[place].is_own
@@ -642,6 +654,12 @@ def _is_guard(eqn: Any) -> bool:
 def _is_extreme(operands: Sequence[Scaling]) -> bool:
     """Returns whether a number is of extremes, and of numbers that are not of own rows."""
     return any(x.is_extreme for x in operands) and all(x.is_extreme or not x.is_own for x in operands)
+
+
+def _extreme(operand: Scaling) -> Scaling:
+    """Returns the scaling of the largest or smallest number along axes of rows."""
+    is_extreme = operand.is_extreme or operand.is_own
+    return operand._replace(is_extreme=is_extreme, has_extreme=operand.has_extreme or is_extreme, constant=None)
 
 
 def _joined(operands: Sequence[Scaling]) -> Scaling:
@@ -721,6 +739,16 @@ def _points_at_rows(one: PyTree, two: PyTree, places: Scaling) -> bool:
     """Returns whether indices are of rows, and come from the batch: a worker reads them as places among its own."""
     indexed = getattr(one.params["dimension_numbers"], INDEXED[one.primitive.name])
     return places.is_own and not places.is_by_place and _rows_along(one, two, indexed) > 0
+
+
+def _reduced_by_position(var: Any, second: Any, operand: Scaling, eqn: Any) -> Scaling:
+    """Returns the scaling of what a collective inside `jax.vmap` is of: it reduces axes of the array as well."""
+    axes = len(
+        {axis for axis in eqn.params.get("axes", ()) if isinstance(axis, int)}.intersection(axes_of_rows(var, second))
+    )
+    if not axes:
+        return operand
+    return _summed([operand], axes) if eqn.primitive.name in _SUMS else _extreme(operand)
 
 
 def _mixes_rows(one: PyTree, two: PyTree) -> bool:

@@ -148,6 +148,18 @@ LOSSES = {
     "loop over places": (lambda x, y, v: jax.lax.map(lambda i: x[i] ** 2, jnp.arange(len(x))).mean(), 0),
     "a column by its place": (lambda x, y, v: (x.at[:, 1].set(0)[:, 2] + x.at[:, 1].multiply(2)[:, 1]).mean(), 0),
     "noise of every row": (lambda x, y, v: noisy(x).mean(), None),
+    "a loop over blocks, which are reshaped": (
+        lambda x, y, v: jax.lax.map(lambda z: jnp.square(z.reshape(-1, 2)).mean(), x.reshape(2, -1, 4)).mean(),
+        0,
+    ),
+    "the mean of an axis by name": (
+        lambda x, y, v: jax.vmap(lambda z: z[0] * jax.lax.pmean(z[1], "row"), axis_name="row")(x).sum(),
+        1,
+    ),
+    "the sum of an axis by name": (
+        lambda x, y, v: jax.vmap(lambda z: jax.lax.psum(z[0] ** 2, "row"), axis_name="row", out_axes=None)(x),
+        1,
+    ),
     "running sum": (lambda x, y, v: jnp.cumsum(cross_entropy(x, y))[-1], None),
     "window": (lambda x, y, v: jax.lax.reduce_window(x[:, 0], 0.0, jax.lax.add, (len(x),), (1,), "VALID")[0], 1),
     "loop": (lambda x, y, v: jax.lax.fori_loop(0, len(x), lambda i, c: c + x[i].sum() ** 2, 0.0), 1),
@@ -276,6 +288,9 @@ ONE_NUMBER = {
     "a sum": lambda x: jax.lax.psum(x.sum(), "data") / jax.lax.psum(jnp.float32(x.size), "data"),
     "parts of a mean": lambda x: jax.lax.psum(x.sum() / jax.lax.psum(jnp.float32(x.size), "data"), "data"),
     "a pmean": lambda x: jax.lax.pmean(x.mean(), "data"),
+    "a pmean of rows and workers": lambda x: jax.vmap(
+        lambda z: jnp.tanh(z[0]) * jax.lax.pmean(z[1], ("row", "data")), axis_name="row"
+    )(x).mean(),
 }
 
 
