@@ -1,6 +1,7 @@
 """The loss of a step: its arguments and results, its keys, its gradients, and its micro-batches."""
 
 import inspect
+import math
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
@@ -95,7 +96,13 @@ class Scalars(NamedTuple):
         value = self.of_all("loss", value, axis_name) if self.of("loss") == "sum" else value
         return value, {name: self.of_all(name, scalar, axis_name) for name, scalar in scalars.items()}
 
-    def check_scaling(self, function: Callable[[list[Any]], Any], rows: list[Any], axis_name: AxisName) -> None:
+    def check_scaling(
+        self,
+        function: Callable[[list[Any]], Any],
+        rows: list[Any],
+        axis_name: AxisName,
+        gradients: Callable[[list[Any]], Any],
+    ) -> None:
         """Refuses a loss or a scalar whose mean over workers and micro-batches is not its value for all rows.
 
         Where that depends on the rows, or is not known, it warns. Nothing is computed: the function is only traced, see
@@ -105,6 +112,7 @@ class Scalars(NamedTuple):
           function: of a worker's rows of a micro-batch; returns (loss, scalars, new model state), as the user's does.
           rows: the arrays (rows, ...).
           axis_name: the axis of workers, or the axes.
+          gradients: of the same rows; the loss's gradients, for a loss with a backward pass of its own.
 
         Raises:
           ValueError: naming what is a sum or a maximum, and is not named as such; or a loss that is named as a sum and
@@ -124,7 +132,7 @@ class Scalars(NamedTuple):
         if names:
             warn("is_alike", ((name, number) for name, number in named.items() if not number.is_shared))
         if self.micro_batches > 1:  # what is of all workers is still of one micro-batch
-            numbers = jax.tree.map(Scaling.of_micro_batch, numbers, is_leaf=lambda node: isinstance(node, Scaling))
+            numbers = jax.tree.map(Scaling.of_micro_batch, numbers, is_leaf=_is_scaling)
         loss, scalars, model_state = numbers
         if loss.reduction == "sum" and self.of("loss") == "mean":
             raise ValueError(
@@ -153,7 +161,7 @@ class Scalars(NamedTuple):
                     f"{KINDS[how]} for {name!r}, of which the step would take the mean over workers and micro-batches. "
                     f"Pass {how}={'^' + re.escape(name) + '$'!r}{NOTES[how]}, or return its mean."
                 )
-        leaves = jax.tree_util.tree_leaves_with_path(model_state, is_leaf=lambda node: isinstance(node, Scaling))
+        leaves = jax.tree_util.tree_leaves_with_path(model_state, is_leaf=_is_scaling)
         for path, number in leaves:
             if how := number.reduction:
                 raise ValueError(
@@ -167,6 +175,13 @@ class Scalars(NamedTuple):
         # Not of a state: the variance that a normalisation tracks is of each worker's rows by intention.
         unmarked = {"is_normalised": False} if leaves else {}
         warn("is_of_mean", ((name, number._replace(**unmarked)) for name, number in named.items()))
+        if loss.has_backward and not loss.is_unknown:
+            backward = jax.tree.leaves(scalings(gradients, rows, workers, names), is_leaf=_is_scaling)
+            if self.micro_batches > 1:
+                backward = [number.of_micro_batch() for number in backward]
+            powers = loss.power, -math.inf
+            others = [number._replace(power=math.nan) for number in backward if number.power not in powers]
+            warn("is_unknown", [("gradients", number) for number in (*backward, *others)])
 
     def _check_names(self, numbers: Mapping[str, Scaling]) -> None:
         """Refuses names of sums and maxima that are none."""
@@ -197,6 +212,10 @@ class Scalars(NamedTuple):
         number = jnp.asarray(value, jnp.promote_types(jnp.result_type(value), jnp.float32))
         names = [axis for axis in axis_names(axis_name) if is_in_scope(axis)]  # a loss of all rows is in no such axis
         return number * (self.micro_batches * lax.axis_size(tuple(names))) if how == "sum" and names else number
+
+
+def _is_scaling(node: PyTree) -> bool:
+    return isinstance(node, Scaling)
 
 
 def loss_of(
@@ -255,13 +274,17 @@ def loss_of(
             leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
             tables = [place for place, (path, _) in enumerate(leaves) if leaf_name(path) in with_rows]
 
-            def of_rows(rows: list[Any]) -> Any:
-                arrays = [leaf for _, leaf in leaves]
+            def of_rows(rows: list[Any], params: Params = params) -> Any:
+                arrays = jax.tree.leaves(params)
                 for place, vectors in zip(tables, rows[len(batch.rows) :], strict=True):
                     arrays[place] = vectors
                 return parts(treedef.unflatten(arrays), model_state, replace(batch, rows=rows[: len(batch.rows)]))
 
-            kinds.check_scaling(of_rows, [*batch.rows, *(leaves[place][1] for place in tables)], axis_name)
+            def gradients(rows: list[Any]) -> Any:
+                return jax.grad(lambda some: of_rows(rows, with_untrained(some, params))[0])(trained(params))
+
+            rows = [*batch.rows, *(leaves[place][1] for place in tables)]
+            kinds.check_scaling(of_rows, rows, axis_name, gradients)
             known.add(kind)
         return value, (scalars, new_state)
 

@@ -201,11 +201,17 @@ class StepScaling(NamedTuple):
             number._replace(
                 is_curved=number.is_curved and not one.aval.ndim,
                 is_normalised=number.is_normalised and not (tracks or one.aval.ndim),
+                is_multiple=number.is_multiple or (number.is_shared and number.power == -1 and len(number.summed) > 0),
             )
             for number, one, _ in outs
         ]
         unmarked = {"is_curved": False, "is_normalised": False} if tracks else {}
-        gradients = [gradient._replace(**unmarked) for gradient in walk.gradients]
+        gradients = [
+            gradient._replace(
+                is_multiple=gradient.is_multiple or (gradient.is_shared and gradient.power == -1), **unmarked
+            )
+            for gradient in walk.gradients
+        ]
         if numbers[:1] == [_NEITHER]:
             return cls([], [], workers) if has_one else cls(numbers, [_NEITHER], workers)
         return cls(numbers, gradients, workers)
@@ -224,7 +230,7 @@ class StepScaling(NamedTuple):
         Raises:
           ValueError: naming the outputs.
         """
-        if any(gradient.power == 1 and not gradient.is_by_place for gradient in self.gradients):
+        if any(x.power == 1 and not (x.is_by_place or x.is_mixed) for x in self.gradients):
             raise ValueError(
                 "A loss must be a mean over rows, since an exchange takes the mean over the workers; got the gradient "
                 f"of a sum, which would be 1/{self.workers} of that on one device. Take the mean of the rows' losses; "
@@ -241,7 +247,8 @@ class StepScaling(NamedTuple):
                 )
         warn("is_share", ((name, x) for name, x in zip(of_rows, self.outputs, strict=False) if name))
         warn("is_alike", pairs)
-        warn("is_multiple", zip(names, self.outputs, strict=False))
+        gradients = [("gradients", number) for number in self.gradients]
+        warn("is_multiple", [*gradients, *zip(names, self.outputs, strict=False)])
         # In the backward pass of a normalisation by own statistics there are such ratios as well.
         pairs = [("gradients", number._replace(is_ratio=False)) for number in self.gradients] + pairs
         warn("is_quotient", pairs)
@@ -252,12 +259,13 @@ class StepScaling(NamedTuple):
 # By the attribute of a `Scaling` that tells: what a number is, and what to do.
 WARNINGS = {
     "is_unknown": "cannot be told to be a mean over rows, since rows are combined in another way than by sums and "
-    "means (a logsumexp, a norm, an order, a recurrence, weights by a row's place, a loop in Python), or their number "
-    "is written in the code. The mean over workers and micro-batches is the number of one device only if it is a mean "
-    "over rows. If it is, ignore this warning. Where time comes first, pass batch_axis=1; otherwise take it of all "
-    "rows: jax.lax.all_gather(x, axis, tiled=True).",
-    "is_multiple": "the sum over the workers of what is no sum over a worker's rows, such as a mean: as many times "
-    "the number of one device as there are workers. Take jax.lax.pmean.",
+    "means (a logsumexp, a norm, an order, a recurrence, weights by a row's place, a loop in Python, a backward pass "
+    "that clips), or their number is written in the code. The mean over workers and micro-batches is the number of one "
+    "device only if it is a mean over rows. If it is, ignore this warning. Where time comes first, pass batch_axis=1; "
+    "otherwise take it of all rows: jax.lax.all_gather(x, axis, tiled=True).",
+    "is_multiple": "the sum over the workers of what is no sum over a worker's rows, such as a mean, or such a sum "
+    "divided by the number of a worker's own rows: as many times the number of one device as there are workers. Take "
+    "jax.lax.pmean.",
     "is_alike": "computed with random numbers of rows (a dropout, an augmentation) of which all workers draw the "
     "same, since their key is. On one device every row has its own. Pass rng=, for keys of each worker's own; or fold "
     "in the worker, jax.random.fold_in(key, jax.lax.axis_index(axis)).",
@@ -347,7 +355,11 @@ class _Walk:
                 has_rows = any(map(differs, (*one.invars, *one.outvars), (*two.invars, *two.outvars)))
                 has_mean = any(operand.has_mean for operand in operands)
                 outs = [
-                    out._replace(is_curved=out.is_curved or not has_rows, is_normalised=out.is_normalised or has_mean)
+                    out._replace(
+                        is_curved=out.is_curved or not has_rows,
+                        is_normalised=out.is_normalised or has_mean,
+                        summed=(),
+                    )
                     for out in outs
                 ]
             known.update(zip(one.outvars, outs, strict=True))
@@ -368,14 +380,17 @@ class _Walk:
             programs = [
                 next(x for x in eqn.params.values() if hasattr(x, "eqns")) for eqn in (one, two)
             ]  # and constants
-            return self.outputs(programs[0], programs[1], operands)
+            has_backward = name.startswith("custom_vjp_call")
+            outs = self.outputs(programs[0], programs[1], operands)
+            return [x._replace(has_backward=x.has_backward or has_backward) for x in outs]
         if name in _KEEP and not _is_shifted(one, two):
             if is_part(one, two, operands[0].blocks) and operands[0].stacks <= 1:
                 operands = [operands[0]._replace(is_by_place=True)]
             return operands * len(one.outvars) if len(operands) == 1 else operands
         if name in COLLECTIVES and len(operands) == len(one.outvars):
             reduced = map(_reduced_by_position, one.invars, two.invars, operands, [one] * len(operands))
-            return [self._of_collective(one, operand) for operand in reduced]
+            have_rows = map(differs, one.outvars, two.outvars)
+            return [self._of_collective(one, *pair) for pair in zip(reduced, have_rows, strict=True)]
         if name != "while":
             return [self._of_primitive(one, two, operands)] * len(one.outvars)
         try:
@@ -398,6 +413,7 @@ class _Walk:
             places, numbers = (operands[:1], operands[1:]) if name == "select_n" else (operands[1:], operands[:1])
             if name != "select_n" and differs(one.invars[0], two.invars[0]):  # each row from its own place
                 places = [place._replace(is_by_place=operands[0].is_by_place) for place in places]
+            numbers = [x for x in numbers if not _is_huge(x)] or numbers
             return _picked(places, _joined(numbers))._replace(is_own=marks["is_own"])
         if name == "iota":
             return Scaling(is_by_place=one.params["dimension"] in axes_of_rows(one.outvars[0], two.outvars[0]))
@@ -416,7 +432,11 @@ class _Walk:
             return Scaling(is_of_worker=True)  # a row's place among those of all workers
         if name in _JOIN:
             finite = {power for power in powers if power != -math.inf}
-            is_mixed = name in ("add", "add_any", "sub") and len(finite) > 1 and marks["is_own"]
+            # The larger of a sum and 1 is a guard.
+            is_sum = name in ("add", "add_any", "sub") or (
+                name in ("clamp", "max", "min") and min(finite, default=0) < 0
+            )
+            is_mixed = is_sum and len(finite) > 1 and marks["is_own"]
             joined = _joined(operands)
             return joined._replace(is_mixed=joined.is_mixed or is_mixed)
         if name in ("mul", "div"):
@@ -437,7 +457,16 @@ class _Walk:
                 return _extreme(operands[0]) if axes else operands[0]._replace(constant=None)
             if name == "conv_general_dilated" and not axes and _mixes_rows(one, two):
                 return _UNKNOWN._replace(**marks)
-            return _summed(operands, axes)
+            number = _summed(operands, axes)
+            if name != "reduce_sum":
+                return number
+            sizes, along = one.invars[0].aval.shape, set(one.params["axes"])
+            row_axes = along.intersection(axes_of_rows(one.invars[0], two.invars[0]))
+            rows, numbers, count = operands[0].summed or (1, 1, 1)
+            rows, numbers = (
+                start * math.prod(sizes[axis] for axis in axes) for start, axes in ((rows, row_axes), (numbers, along))
+            )
+            return number._replace(summed=(rows, numbers, count))
         if name == "integer_pow" or name in _ROOTS:
             power = powers[0] * _ROOTS.get(name, one.params.get("y"))
             return operands[0]._replace(power=power, constant=None)
@@ -445,6 +474,9 @@ class _Walk:
             return operands[0]._replace(power=0, constant=None)
         if name == "triangular_solve" and powers[0] == 0:
             return operands[1]._replace(constant=None, **marks)
+        if name in ("eq", "ne", "lt", "le", "gt", "ge"):  # numbers of one scale are equal, or not, at any other
+            scales = {x.power for x in operands if not _is_huge(x)} - {-math.inf}
+            powers = powers if len(scales) > 1 else [0]
         is_plain = all(power in (0, -math.inf) for power in powers)
         is_ordered = name in _ORDERS and _rows_along(one, two, [one.params.get(_ORDERS[name], -1)])
         has_rows = [any(map(differs, *pair)) for pair in ((one.invars, two.invars), (one.outvars, two.outvars))]
@@ -459,15 +491,19 @@ class _Walk:
         has_total = left.is_total != right.is_total if is_quotient else left.is_total or right.is_total
         is_total = has_total and not marks["is_own"]
         # Of one worker, a pmean is divided by 1.
-        is_divided = left.is_count or right.is_count or (is_quotient and right.is_total)
-        marks["is_multiple"] &= not is_divided
+        is_divided = any(x.is_count and (x.power < 0) == is_quotient for x in (left, right)) and self.is_alone
+        marks["is_multiple"] &= not (is_divided or (is_quotient and right.is_total))
+        marks["summed"] = self._divided(left, right, is_quotient)
         power = left.power - right.power if is_quotient else left.power + right.power
         for number, other in ((left, right), (right, left)):
-            if other.constant and other.power == 0 and number.is_total and (number is left or not is_quotient):
+            is_factor = other.constant and other.power == 0 and (number is left or not is_quotient)
+            if is_factor and number.is_total and not self.is_backward:
                 factor = 1 / other.constant if is_quotient else other.constant
                 is_total = not math.isclose(factor * self.workers, 1, rel_tol=1e-5)
                 marks["is_multiple"] &= is_total
                 power += self.is_alone and not is_total  # of an only worker, the total was counted as that of one of K
+        if is_total and power == 0 and not self.is_alone:
+            marks["is_multiple"] |= self._is_by_own_count(marks["summed"])
         if is_quotient:
             if right.is_total and right.power >= 1 and left.is_own and not self.is_alone:
                 return _NEITHER  # a Kth of a quotient
@@ -479,7 +515,25 @@ class _Walk:
         number = Scaling(power, is_extreme=_is_extreme([left, right]), is_total=is_total, **marks)
         return _UNKNOWN._replace(**marks) if is_pair else number
 
-    def _of_collective(self, eqn: Any, operand: Scaling) -> Scaling:
+    def _divided(self, left: Scaling, right: Scaling, is_quotient: bool) -> tuple[float, ...]:
+        """Returns `Scaling.summed` of a product with a number of rows, or of workers."""
+        for number, other in [(left, right), (right, left)][: 1 if is_quotient else 2]:
+            if number.summed and other.constant and not other.is_own:
+                count = other.constant if is_quotient else 1 / other.constant
+                if other.is_count or math.isclose(count, self.workers):
+                    return (*number.summed[:2], number.summed[2] * count)
+        return max(left.summed, right.summed)
+
+    def _is_by_own_count(self, summed: tuple[float, ...]) -> bool:
+        """Returns whether a sum was divided by the number of a worker's own rows, and not by that of all."""
+        rows, numbers, count = summed or (1, 1, 1)
+        if rows == 1:  # it was summed in another way
+            return False
+        each = count / rows
+        is_part = math.isclose(each, round(each)) and round(each) % self.workers > 0
+        return math.isclose(count, numbers) or is_part
+
+    def _of_collective(self, eqn: Any, operand: Scaling, has_rows: bool) -> Scaling:
         """What all workers have is none's own. An only worker has as much as the sum of all."""
         name, axes = eqn.primitive.name, self.axes.intersection(equation_axes(eqn))
         unmarked = dict.fromkeys(("is_extreme", "has_extreme", "has_mean"), False)
@@ -487,6 +541,8 @@ class _Walk:
         if not axes:
             return operand
         is_multiple = name in _SUMS and operand.power == 0 and not operand.is_shared and self.workers > 1
+        is_of_all = operand.summed[:1] > (1,) and not self._is_by_own_count(operand.summed)
+        is_multiple &= not (has_rows or is_of_all)
         if self.is_alone:
             is_total = name in _SUMS
             power, is_multiple = operand.power - is_total, is_multiple and operand.is_own
@@ -520,7 +576,7 @@ class _Walk:
             return Scaling(-math.inf if one == 0 else 0, constant=one, places=places)
         power = math.log(two / one, self.factor) if math.isfinite(one * two) and one * two > 0 else 0.5
         power = round(power) if math.isclose(power, round(power), abs_tol=1e-6) else math.nan
-        return Scaling(power, places=places)
+        return Scaling(power, places=places, constant=one)
 
     def _of_while(self, one: PyTree, two: PyTree, operands: list[Scaling]) -> list[Scaling]:
         """What a loop does once it may do any number of times; a loop of each row's own ends with its last row."""
@@ -628,8 +684,10 @@ def _marks(operands: Sequence[Scaling]) -> dict[str, Any]:
         "is_multiple",
         "is_of_worker",
         "is_alike",
+        "summed",
+        "has_backward",
     )
-    return {name: max((getattr(x, name) for x in operands), default=False) for name in names}
+    return {name: max((getattr(x, name) for x in operands), default=getattr(Scaling(), name)) for name in names}
 
 
 def _is_linear(eqn: Any, operands: Sequence[Scaling]) -> bool:
@@ -684,6 +742,11 @@ def _picked(places: Sequence[Scaling], number: Scaling) -> Scaling:
         return _UNKNOWN._replace(**_marks([*places, number]))
     marks = _marks([*places, number])
     return number._replace(**{name: marks[name] for name in ("is_curved", "is_normalised", "is_by_place", "is_alike")})
+
+
+def _is_huge(number: Scaling) -> bool:
+    """Returns whether it is a constant that stands for infinity, as in masks and guards."""
+    return abs(number.constant or 0) > 1e30
 
 
 def _is_number(x: Any) -> bool:
@@ -776,7 +839,6 @@ def _summed(operands: Sequence[Scaling], axes: int) -> Scaling:
     """Returns the scaling of a sum of products, along some axes of rows."""
     marks, is_total = _marks(operands), any(x.is_total for x in operands)
     marks["is_curved"] &= not axes
-    marks["is_multiple"] &= not axes
     marks["has_mean"] |= axes > 0 and marks["is_own"]
     power, is_extreme = sum(x.power for x in operands) + axes, _is_extreme(operands) and not axes
     return Scaling(power, is_extreme=is_extreme, is_total=is_total and not marks["is_own"], **marks)

@@ -38,7 +38,10 @@ class Scaling(NamedTuple):
       stacks: how many arrays of all rows stand one behind another along the axis of rows; 0 if all rows are equal.
       blocks: into how many blocks rows were cut, each of rows that stand together; 0 if they were not.
       places: its integers, if they are computed from constants of the program alone.
-      constant: its value, if it is a constant of the program.
+      constant: its value, if it is a constant of the program; of a number of rows, that of the first trace.
+      summed: of how many rows it is a sum, of how many numbers, and by which number of rows it was divided; empty if it
+        is none.
+      has_backward: whether a function that has a backward pass of its own (`jax.custom_vjp`) is in it.
     """
 
     power: float = 0
@@ -62,6 +65,8 @@ class Scaling(NamedTuple):
     blocks: int = 0
     places: Integers | None = None
     constant: float | None = None
+    summed: tuple[float, ...] = ()
+    has_backward: bool = False
 
     @property
     def is_count(self) -> bool:

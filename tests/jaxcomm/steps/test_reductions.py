@@ -281,12 +281,23 @@ MULTIPLES = {
     "a mean": lambda x: jax.lax.psum(x.mean(), "data"),
     "a mean, in part": lambda x: x.mean() + 0.1 * jax.lax.psum(jnp.square(x).mean(), "data"),
     "a part of it": lambda x: jnp.tanh(jax.lax.psum(x.mean(), "data")) * x.mean(),
+    "a sum by own rows": lambda x: jax.lax.psum(x.sum(), "data") / x.size,
+    "a sum by a factor": lambda x: jax.lax.psum(x.mean(-1).sum(), "data") * (1 / len(x)),
+    "a mean of sums of rows": lambda x: jax.lax.psum(x, "data").mean(),
+    "rows less a sum of means": lambda x: jnp.square(x - jax.lax.psum(x.mean(0), "data")).mean(),
 }
 ONE_NUMBER = {
     "a mean over all": lambda x: jax.lax.psum(x.mean(), "data") / jax.lax.axis_size("data"),
     "by a count of workers": lambda x: jax.lax.psum(x.mean(), "data") / jax.lax.psum(jnp.ones(()), "data"),
     "a sum": lambda x: jax.lax.psum(x.sum(), "data") / jax.lax.psum(jnp.float32(x.size), "data"),
     "parts of a mean": lambda x: jax.lax.psum(x.sum() / jax.lax.psum(jnp.float32(x.size), "data"), "data"),
+    "a sum by all rows": lambda x: jax.lax.psum(x.sum(), "data") / (x.size * jax.lax.axis_size("data")),
+    "a sum by rows, then workers": lambda x: jax.lax.psum(x[:, 0].sum(), "data") / len(x) / jax.lax.axis_size("data"),
+    "a sum of rows' means": lambda x: jax.lax.psum(x.mean(-1).sum(), "data") / len(x) / jax.lax.axis_size("data"),
+    "a sum by workers, then rows": lambda x: jax.lax.psum(x.sum(), "data") / jax.lax.axis_size("data") / x.size,
+    "a part by all rows": lambda x: jax.lax.psum(x.sum() / (x.size * jax.lax.axis_size("data")), "data"),
+    "a sum of sums of rows": lambda x: jax.lax.psum(x, "data").sum() / (x.size * jax.lax.axis_size("data")),
+    "rows less a pmean": lambda x: jnp.abs(x - jax.lax.pmean(x.mean(0), "data")).mean(),
     "a pmean": lambda x: jax.lax.pmean(x.mean(), "data"),
     "a pmean of rows and workers": lambda x: jax.vmap(
         lambda z: jnp.tanh(z[0]) * jax.lax.pmean(z[1], ("row", "data")), axis_name="row"
@@ -793,6 +804,56 @@ def test_a_root_in_a_foreign_step_warns():
     train_step, state = foreign(lambda p, b: jnp.sqrt(squares(p, b).mean()))
     with pytest.warns(UserWarning, match="^gradients, 1: computed from a mean"):
         jc.data_parallel(train_step, jc.make_mesh(data=K))(state, BATCH)
+
+
+def with_backward(function):
+    """The identity, with a backward pass of its own."""
+    identity = jax.custom_vjp(lambda x: x)
+    identity.defvjp(lambda x: (x, None), lambda _, cotangent: (function(cotangent),))
+    return identity
+
+
+# What a backward pass makes of cotangents, of which those of a mean are smaller where there are more rows; whether that
+# is another number on several workers.
+BACKWARDS = {
+    "clipped": (lambda x: jnp.clip(x, -1e-3, 1e-3), True),
+    "chosen": (lambda x: jnp.where(jnp.abs(x) > 1e-3, 1e-3, x), True),
+    "of length 1": (lambda x: x / jnp.linalg.norm(x), True),
+    "signs": (jnp.sign, True),
+    "guarded": (lambda x: jnp.nan_to_num(x), False),
+    "reversed": (lambda x: -0.5 * x, False),
+    "straight through": (lambda x: x, False),
+}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("name", BACKWARDS)
+def test_a_backward_pass(name, accumulate):
+    function, warns = BACKWARDS[name]
+    identity = with_backward(function)
+
+    def loss(params, batch):
+        return jnp.square(identity(batch["x"] @ params["w"] + params["b"]) - batch["y"]).mean()
+
+    step = jc.make_train_step(
+        loss, jc.chain(jc.plump_dp(), TX), jc.make_mesh(data=K // accumulate), accumulate=accumulate
+    )
+    with pytest.warns(match="^gradients: cannot be told to be") if warns else contextlib.nullcontext():
+        step(step.init(PARAMS), BATCH)
+
+
+@pytest.mark.parametrize("name", ["clipped", "of length 1", "signs", "reversed"])
+def test_a_backward_pass_in_a_foreign_step(name):
+    function, warns = BACKWARDS[name]
+    identity = with_backward(function)
+    train_step, state = foreign(lambda p, b: jnp.square(identity(b["x"] @ p["w"] + p["b"]) - b["y"]).mean())
+    step = jc.data_parallel(train_step, jc.make_mesh(data=K))
+    if name == "signs":  # of which a sum over rows is taken
+        with pytest.raises(ValueError, match="got the gradient of a sum"):
+            step(state, BATCH)
+        return
+    with pytest.warns(match="^gradients: cannot be told to be") if warns else contextlib.nullcontext():
+        step(state, BATCH)
 
 
 def by_row(loss):
