@@ -496,8 +496,8 @@ class _Walk:
         marks["summed"] = self._divided(left, right, is_quotient)
         power = left.power - right.power if is_quotient else left.power + right.power
         for number, other in ((left, right), (right, left)):
-            is_factor = other.constant and other.power == 0 and (number is left or not is_quotient)
-            if is_factor and number.is_total and not self.is_backward:
+            is_factored = number.is_total and not self.is_backward and (number is left or not is_quotient)
+            if other.constant and other.power == 0 and is_factored:
                 factor = 1 / other.constant if is_quotient else other.constant
                 is_total = not math.isclose(factor * self.workers, 1, rel_tol=1e-5)
                 marks["is_multiple"] &= is_total

@@ -26,6 +26,8 @@ from jaxcomm.state import (
     mean_model_state,
     resize_workers,
     state_specs,
+    trained,
+    with_untrained,
 )
 from jaxcomm.steps.batch import Batch
 from jaxcomm.steps.engine import WorkerUpdate
@@ -57,18 +59,25 @@ def pipeline_step(
 
     def gradients(params: list[jax.Array], model_state: dict[str, Any], batch: Batch) -> PyTree:
         leaves, treedef = jax.tree.flatten(batch.tree())
-        settings.kinds.check_scaling(
-            lambda rows: _whole_model(pipeline, treedef.unflatten(rows)), leaves, settings.axis_name
-        )
+        ones = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), pipeline.params)
+
+        def whole_model(rows: list[jax.Array], params: list[PyTree] = ones) -> Any:
+            return _whole_model(pipeline, params, treedef.unflatten(rows))
+
+        def whole_gradients(rows: list[jax.Array]) -> PyTree:
+            return jax.grad(lambda some: whole_model(rows, with_untrained(some, ones))[0])(trained(ones))
+
+        settings.kinds.check_scaling(whole_model, leaves, settings.axis_name, whole_gradients)
         return gradients_fn(params, model_state, batch)
 
     return TrainStep(placement, StagedUpdate(placement, gradients), settings)
 
 
-def _whole_model(pipeline: Pipeline, batch: PyTree) -> tuple[jax.Array, dict[str, jax.Array], list[Any]]:
-    """Returns the loss, its scalars and the new model states of all stages, with ones in place of parameters."""
-    trees = pipeline.params, pipeline.model_state or [()] * pipeline.size
-    params, states = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), trees)
+def _whole_model(
+    pipeline: Pipeline, params: list[PyTree], batch: PyTree
+) -> tuple[jax.Array, dict[str, jax.Array], list[Any]]:
+    """Returns the loss, its scalars and the new model states of all stages, with ones in place of model states."""
+    states = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), pipeline.model_state or [()] * pipeline.size)
     x, new_states = None, []
     for stage in range(pipeline.size):
         x, new = pipeline.run_stage(stage, params[stage], states[stage], x, batch)

@@ -30,7 +30,7 @@ def layer(index: int, params: Any, mean: Any, x: Any, batch: Any) -> tuple[jax.A
     x = batch["x"] if index == 0 else x
     if mean is not None:
         x, mean = x - mean, 0.75 * mean + 0.25 * x.mean(0)
-    return jnp.tanh(x @ params["w"] + poisoned(params["b"], batch["trap"][:, index].sum())), mean
+    return jnp.tanh(x @ params["w"] + poisoned(params["b"], batch["trap"][:, index].mean())), mean
 
 
 def loss_fn(x: jax.Array, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:

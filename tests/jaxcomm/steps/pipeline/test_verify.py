@@ -129,7 +129,7 @@ def test_a_pipeline_is_proved(axes, tx):
 
 def summed(axis):
     """Something that a careless stage could do: 512 bytes or more that are not claimed."""
-    return lambda x: x + lax.psum(x, axis).mean() * 0.1
+    return lambda x: x + lax.pmean(x, axis).mean() * 0.1
 
 
 def rarely(function):
@@ -159,7 +159,7 @@ SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
             r"must send what it claims; got 3,232 bytes forward over 2 workers between the stages \(0, 1\), where 592",
         ),
         SLOW(
-            {"first": lambda x: lax.psum(x.astype(jnp.bfloat16), "data").astype(x.dtype), "other_bytes": 10**6},
+            {"first": lambda x: lax.pmean(x.astype(jnp.bfloat16), "data").astype(x.dtype), "other_bytes": 10**6},
             r"no more bytes than were traced; got .* on average .*XLA has changed the collectives",
         ),
     ],
