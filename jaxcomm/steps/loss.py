@@ -175,13 +175,14 @@ class Scalars(NamedTuple):
         # Not of a state: the variance that a normalisation tracks is of each worker's rows by intention.
         unmarked = {"is_normalised": False} if leaves else {}
         warn("is_of_mean", ((name, number._replace(**unmarked)) for name, number in named.items()))
-        if loss.has_backward and not loss.is_unknown:
+        if loss.has_backward and not (loss.is_unknown or loss.is_of_mean):
             backward = jax.tree.leaves(scalings(gradients, rows, workers, names), is_leaf=_is_scaling)
             if self.micro_batches > 1:
                 backward = [number.of_micro_batch() for number in backward]
             powers = loss.power, -math.inf
             others = [number._replace(power=math.nan) for number in backward if number.power not in powers]
             warn("is_unknown", [("gradients", number) for number in (*backward, *others)])
+            warn("is_of_mean", [("gradients", number._replace(**unmarked)) for number in backward])
 
     def _check_names(self, numbers: Mapping[str, Scaling]) -> None:
         """Refuses names of sums and maxima that are none."""

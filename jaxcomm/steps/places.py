@@ -137,6 +137,8 @@ def with_places(
         stacks *= one.params["reps"][axes[0]]
     elif name == "iota":
         stacks = len(axes)
+    elif name == "random_bits":
+        blocks = 0
     elif name == "gather" and differs(one.invars[1], two.invars[1]):
         stacks = operands[1].stacks
     elif name == "reshape" and of_rows and len(axes) == len(in_axes := axes_of_rows(one.invars[0], two.invars[0])) == 1:

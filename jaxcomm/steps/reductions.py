@@ -37,6 +37,8 @@ _ROWS = Scaling(is_own=True, stacks=1)
 _UNKNOWN = Scaling(math.nan)
 _NEITHER = _UNKNOWN._replace(is_own=True)
 
+TINY = 1e-5  # a constant below is a guard against a division by 0
+
 # By `Scaling.reduction`: what is found, and what to do with a minimum.
 KINDS = {"sum": "a sum", "max": "an extreme"}
 NOTES = {"sum": "", "max": " (of a minimum: return its negative)"}
@@ -421,7 +423,9 @@ class _Walk:
             return Scaling(is_of_worker=True)
         if name.startswith(("random_", "rng_")):
             key, has_rows = operands[0], marks["is_by_place"] or any(map(differs, one.outvars, two.outvars))
-            marks["is_by_place"] = False  # noise of any row does
+            # Noise of any row does; not that of a block of rows.
+            is_of_block = name == "random_bits" and key.blocks > 0 and not key.is_own
+            marks["is_by_place"] = is_of_block and not any(map(differs, one.outvars, two.outvars))
             is_of_own = marks["is_own"] if name == "random_fold_in" else key.is_own
             marks["is_alike"] |= has_rows and not (is_of_own or marks["is_of_worker"])
         if name == "mul" and -math.inf in powers:
@@ -431,19 +435,21 @@ class _Walk:
         if name == "add" and marks["is_of_worker"] and marks["is_by_place"] and not marks["is_own"]:
             return Scaling(is_of_worker=True)  # a row's place among those of all workers
         if name in _JOIN:
-            finite = {power for power in powers if power != -math.inf}
+            finite = {x.power for x in operands if abs(x.constant or 1) > TINY} - {-math.inf}
             # The larger of a sum and 1 is a guard.
             is_sum = name in ("add", "add_any", "sub") or (
                 name in ("clamp", "max", "min") and min(finite, default=0) < 0
             )
             is_mixed = is_sum and len(finite) > 1 and marks["is_own"]
-            joined = _joined(operands)
+            joined = _joined([x for x in operands if abs(x.constant or 1) > TINY] or operands)
             return joined._replace(is_mixed=joined.is_mixed or is_mixed)
         if name in ("mul", "div"):
             return self._of_product(one, two, *operands)
         if name in ("scatter", "scatter-add"):
             start, _, updates = operands
             axes = _reduced(one.invars[2:], two.invars[2:], one, two) if name == "scatter-add" else 0
+            if name == "scatter" and marks["is_own"] and _reduced(one.invars[2:], two.invars[2:], one, two):
+                return _UNKNOWN._replace(**marks)  # what any row has set
             number = _joined([start, _summed([updates], axes)])._replace(is_own=marks["is_own"])
             is_number = jnp.issubdtype(one.outvars[0].aval.dtype, jnp.floating)  # and no place itself
             return number._replace(is_by_place=number.is_by_place and is_number)
@@ -505,7 +511,8 @@ class _Walk:
         if is_total and power == 0 and not self.is_alone:
             marks["is_multiple"] |= self._is_by_own_count(marks["summed"])
         if is_quotient:
-            if right.is_total and right.power >= 1 and left.is_own and not self.is_alone:
+            is_times_workers = left.summed[2:] == (1 / self.workers,)
+            if right.is_total and right.power >= 1 and left.is_own and not (self.is_alone or is_times_workers):
                 return _NEITHER  # a Kth of a quotient
             is_reduced = not any(map(differs, one.invars, two.invars))
             marks["is_weighted"] |= right.power >= 1 and right.is_own
@@ -520,7 +527,7 @@ class _Walk:
         for number, other in [(left, right), (right, left)][: 1 if is_quotient else 2]:
             if number.summed and other.constant and not other.is_own:
                 count = other.constant if is_quotient else 1 / other.constant
-                if other.is_count or math.isclose(count, self.workers):
+                if other.is_count or any(math.isclose(x, self.workers) for x in (count, 1 / count)):
                     return (*number.summed[:2], number.summed[2] * count)
         return max(left.summed, right.summed)
 
@@ -543,6 +550,9 @@ class _Walk:
         is_multiple = name in _SUMS and operand.power == 0 and not operand.is_shared and self.workers > 1
         is_of_all = operand.summed[:1] > (1,) and not self._is_by_own_count(operand.summed)
         is_multiple &= not (has_rows or is_of_all)
+        if name in _SUMS and not (has_rows or self.is_backward):
+            is_flawed = operand.is_unknown or operand.is_of_mean or operand.is_extreme
+            shared = shared._replace(is_of_parts=operand.is_of_parts or (is_flawed and not operand.is_shared))
         if self.is_alone:
             is_total = name in _SUMS
             power, is_multiple = operand.power - is_total, is_multiple and operand.is_own
@@ -615,6 +625,12 @@ class _Walk:
         length, given = one.params["length"], operands[consts + count :]
         is_of_blocks = any(x.blocks == length for x in given)
         given = [x._replace(blocks=0) if x.blocks == length else x for x in given]  # one block at a time
+        if is_of_blocks:
+            keys = [jnp.issubdtype(var.aval.dtype, jax.dtypes.prng_key) for var in body.invars[consts + count :]]
+            given = [
+                x._replace(blocks=length) if is_key and not x.is_own else x
+                for x, is_key in zip(given, keys, strict=True)
+            ]
         for _ in range(3):
             outs = self.outputs(*bodies, [*operands[:consts], *carry, *given])
             pairs = list(zip(carry, outs, strict=False))
@@ -682,6 +698,7 @@ def _marks(operands: Sequence[Scaling]) -> dict[str, Any]:
         "stacks",
         "blocks",
         "is_multiple",
+        "is_of_parts",
         "is_of_worker",
         "is_alike",
         "summed",

@@ -26,6 +26,7 @@ class Scaling(NamedTuple):
       is_mixed: whether terms were added that scale differently.
       is_total: whether it is of the rows of all workers.
       is_multiple: whether the sum over the workers of what is no sum over rows, such as a mean, is in it.
+      is_of_parts: whether the sum over the workers of what is neither a sum nor a mean over own rows is in it.
       is_shared: whether it is computed from numbers of other workers.
       is_spread: whether a gradient is in it that JAX has summed over the workers, since it is that of a constant.
       is_curved: whether it is a function, and no linear one, of own numbers that have no rows left, and no mean over
@@ -53,6 +54,7 @@ class Scaling(NamedTuple):
     is_mixed: bool = False
     is_total: bool = False
     is_multiple: bool = False
+    is_of_parts: bool = False
     is_shared: bool = False
     is_spread: bool = False
     is_curved: bool = False
@@ -82,8 +84,11 @@ class Scaling(NamedTuple):
     def is_unknown(self) -> bool:
         """Whether it may be neither a mean nor a sum over rows, and is computed from a worker's own alone."""
         is_neither = (self.is_mixed or self.power not in (0, 1, -math.inf)) and not self.is_quotient
-        is_neither |= self.is_by_place or (self.has_extreme and not self.is_extreme)
-        return self.is_own and not self.is_shared and is_neither
+        is_neither |= self.has_extreme and not self.is_extreme
+        is_power = self.is_shared and not (self.is_own or self.is_total or math.isnan(self.power))
+        if is_power and self.power not in (0, 1, -math.inf):  # as the root of the mean of the workers' sums
+            return True
+        return self.is_of_parts or (self.is_own and (self.is_by_place or (is_neither and not self.is_shared)))
 
     @property
     def is_share(self) -> bool:
