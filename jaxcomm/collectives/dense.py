@@ -1,7 +1,5 @@
 """The dense all-reduce, with which everything else is compared."""
 
-import itertools
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -97,8 +95,7 @@ def read_dense(words: jax.Array, layout: Layout, codec: ValueCodec = FLOAT32) ->
     if not shapes:
         return []
     _, dtypes = layout.split(layout.dtypes)
-    starts = list(itertools.accumulate(map(math.prod, shapes), initial=0))[: len(shapes)]
-    parts = split_vector(codec.decode(words, layout.n_dense), shapes, starts)
+    parts = split_vector(codec.decode(words, layout.n_dense), shapes)
     return [part.astype(dtype) for part, dtype in zip(parts, dtypes, strict=True)]
 
 
@@ -139,8 +136,7 @@ def _mean_at_once(
         summed = compact_sum(vector, is_finite(vector), "two_shot", value_codec(value_dtype), axis_name, checksum)
         mean = jnp.where(summed.ok, summed.total(summed.ok) / axis_size(axis_name), jnp.nan)
         finite = summed.ok
-    starts = itertools.accumulate((tensor.size for tensor in tensors[:-1]), initial=0)
-    parts = split_vector(mean, [tensor.shape for tensor in tensors], list(starts))
+    parts = split_vector(mean, [tensor.shape for tensor in tensors])
     means = [part.astype(tensor.dtype) for part, tensor in zip(parts, tensors, strict=True)]
     for part in means:
         if part.dtype.itemsize < 4:  # a mean may be finite, and out of the range of its tensor's own type
