@@ -297,12 +297,9 @@ def _traffic(op: str, shape: str, workers: int) -> Traffic:
 
 def _of_result(kind: str, shape: str, workers: int) -> Traffic:
     """Makes the record of one collective from the shape of its result."""
-    result, dtype = sum(array_bytes(shape)), types_of(shape)
-    if kind == "all_gather":
-        return Traffic(kind, result // workers, workers, dtype=dtype)
-    if kind == "reduce_scatter":
-        return Traffic(kind, result * workers, workers, dtype=dtype)
-    return Traffic(kind, result, workers, dtype=dtype)
+    result = sum(array_bytes(shape))
+    size = {"all_gather": result // workers, "reduce_scatter": result * workers}.get(kind, result)
+    return Traffic(kind, size, workers, dtype=types_of(shape))
 
 
 def _between_slices(kind: str, shape: str, tail: str, mesh: Mesh | None) -> Traffic:
