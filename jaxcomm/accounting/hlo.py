@@ -194,14 +194,12 @@ def read_overlap(text: str) -> float | None:
         name: [instruction for instruction in map(INSTRUCTION.match, lines) if instruction]
         for name, lines in computations.items()
     }
-    products: dict[str, float] = {}
 
+    @functools.cache
     def products_of(name: str) -> float:
-        if name not in products:
-            instructions = matches.get(name, ())
-            shapes = {match["name"]: match["shape"] for match in instructions}
-            products[name] = sum(_products(match, shapes, products_of, collectives.trips) for match in instructions)
-        return products[name]
+        instructions = matches.get(name, ())
+        shapes = {match["name"]: match["shape"] for match in instructions}
+        return sum(_products(match, shapes, products_of, collectives.trips) for match in instructions)
 
     shapes = {match["name"]: match["shape"] for match in matches[entry]}
     work = {match["name"]: _products(match, shapes, products_of, collectives.trips) for match in matches[entry]}
