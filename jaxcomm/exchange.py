@@ -186,11 +186,6 @@ def _select(ok: jax.Array, new: PyTree, old: PyTree) -> jax.Array:
     return lax.select(ok, new, old) if is_one_type else jnp.where(ok, new, old)
 
 
-def with_due(state: ExchangeState) -> ExchangeState:
-    """Returns a state whose memory has `due` set, for every shard if each has its own."""
-    return state.replace(memory=state.memory._replace(due=jax.tree.map(jnp.ones_like, state.memory.due)))
-
-
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
     """A method of exchanging gradients: each worker's gradient in, their mean out.
@@ -374,8 +369,14 @@ class Exchange:
         raise NotImplementedError
 
     def resized(self, state: ExchangeState) -> ExchangeState:
-        """Adapts a state whose rows were just carried over to another number of workers."""
-        return state
+        """Adapts a state whose rows were just carried over to another number of workers: sets `due` in its memory.
+
+        That is where a method notes that it owes a refresh; a memory without it stays as it is.
+        """
+        if not hasattr(state.memory, "due"):
+            return state
+        due = jax.tree.map(jnp.ones_like, state.memory.due)  # for every shard, if each has its own
+        return state.replace(memory=state.memory._replace(due=due))
 
     # The transformation.
 

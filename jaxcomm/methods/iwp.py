@@ -15,7 +15,7 @@ from jaxcomm.collectives import axis_size
 from jaxcomm.collectives.axis import to_varying
 from jaxcomm.collectives.masks import MASK_CODECS, MaskUnion
 from jaxcomm.collectives.sparse import Accumulated
-from jaxcomm.exchange import Exchanged, ExchangeState, Gradient, keep_unless, transformation, with_due
+from jaxcomm.exchange import Exchanged, ExchangeState, Gradient, keep_unless, transformation
 from jaxcomm.kernels import noise
 from jaxcomm.kernels.vectors import Stored
 from jaxcomm.layout import Layout
@@ -119,9 +119,6 @@ class Iwp(MomentumCorrection, SharedExchange):
 
     def first_memory(self, params: Params, layout: Layout) -> SharedMask:
         return SharedMask(jnp.asarray(True), jnp.zeros(layout.n_words, jnp.uint32), self.zero_velocity(layout))
-
-    def resized(self, state: ExchangeState) -> ExchangeState:
-        return with_due(state)
 
     def average(self, gradient: Gradient, state: ExchangeState) -> tuple[Exchanged, SharedMask]:
         if gradient.params is None:
