@@ -39,6 +39,7 @@ from jaxcomm.types import (
     PyTree,
     is_per_worker,
     map_rows,
+    nodes_of,
 )
 
 P = ParamSpec("P")
@@ -475,9 +476,8 @@ class Exchange:
 
     def first_state(self, memory: PyTree = (), residual: PerWorker | None = None) -> ExchangeState:
         """Returns the state before the first step."""
-        nodes = jax.tree.leaves((memory, residual), is_leaf=lambda node: is_per_worker(node) or is_exchange_state(node))
         register_with_flax(ExchangeState, PerWorker, AccumulatedState, DelayedState)
-        has_rows = any(is_per_worker(node) for node in nodes)
+        has_rows = any(map(is_per_worker, nodes_of((memory, residual), PerWorker, ExchangeState)))
         worker = self.per_worker(jnp.full((1, 1), -1, jnp.int32)) if has_rows else None
         step = jnp.zeros((), jnp.int32)
         return ExchangeState(ExchangeMetrics.zeros(), step, residual, memory, None, worker, self)
@@ -641,10 +641,8 @@ def transformation(method: Callable[P, Exchange]) -> Callable[P, optax.GradientT
 
 
 def exchange_states(state: PyTree) -> Iterator[ExchangeState]:
-    """Yields the states of the exchanges in an optimizer's state, but not those inside other exchanges."""
-    for node in jax.tree.leaves(state, is_leaf=is_exchange_state):
-        if isinstance(node, ExchangeState):
-            yield node
+    """Iterates over the states of the exchanges in an optimizer's state, but not those inside other exchanges."""
+    return iter(nodes_of(state, ExchangeState))
 
 
 def methods_in(exchange: ExchangeState) -> list[Exchange]:
