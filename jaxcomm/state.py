@@ -80,7 +80,7 @@ def state_specs(state: PyTree) -> PyTree:
         )
 
     def spec(node: PyTree) -> Any:
-        rows = P(node.axes[0] if len(node.axes) == 1 else node.axes) if is_per_worker(node) else P()
+        rows = P(node.axes) if is_per_worker(node) else P()
         return jax.tree.map(lambda _: rows, node)
 
     return jax.tree.map(spec, state, is_leaf=is_per_worker)
