@@ -10,6 +10,7 @@ twice the bytes.
 """
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -174,9 +175,6 @@ def fuse(payload: Payload) -> jax.Array:
 
 def split_words(words: jax.Array, like: dict[str, Any]) -> Payload:
     """Cuts a fused payload apart again; `like` gives the shapes that `fuse` was given."""
-    payload, start = {}, 0
-    for name in sorted(like):
-        size = like[name].size
-        payload[name] = words[start : start + size]
-        start += size
-    return payload
+    names = sorted(like)
+    ends = itertools.accumulate(like[name].size for name in names)
+    return {name: words[end - like[name].size : end] for name, end in zip(names, ends, strict=True)}
