@@ -138,15 +138,10 @@ def swapped(value: jax.Array, axis_name: AxisName) -> jax.Array:
     return lax.bitcast_convert_type(lax.psum(words, axis_name) - words, value.dtype)
 
 
-def _swapped_forward(value: jax.Array, axis_name: AxisName) -> tuple[jax.Array, None]:
-    return swapped(value, axis_name), None
-
-
-def _swapped_backward(axis_name: AxisName, saved: None, error: jax.Array) -> tuple[jax.Array]:
-    return (swapped(error, axis_name),)
-
-
-swapped.defvjp(_swapped_forward, _swapped_backward)
+swapped.defvjp(
+    lambda value, axis_name: (swapped(value, axis_name), None),
+    lambda axis_name, _, error: (swapped(error, axis_name),),
+)
 
 
 def _is_by_pair(message: Any, axis_name: AxisName) -> bool:
