@@ -301,7 +301,7 @@ class TrainStep:
         leaves, treedef = jax.tree.flatten(batch)
         axes, on_mesh = row_axes(batch, self._settings.batch_axis), partial(NamedSharding, self.mesh)
         rows = [P() if axis is None else P(*[None] * axis, self.axis_name) for axis in axes]
-        specs = jax.tree.leaves(self._placement.specs_of(state), is_leaf=lambda x: isinstance(x, P))
+        specs = jax.tree.leaves(self._placement.specs_of(state))
         shardings = jax.tree.unflatten(jax.tree.structure(state), map(on_mesh, specs))
         return jax.device_put(state, shardings), treedef.unflatten(jax.device_put(leaves, list(map(on_mesh, rows))))
 
