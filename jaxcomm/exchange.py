@@ -511,17 +511,15 @@ class Exchange:
             _check_reduced(outside, self.axes)
             ok, second_state, second = is_finite_tree(outside), state.others, ExchangeMetrics.zeros()
         else:
-            part_params = None if params is None else self._part(params, False)
             if next(exchange_states(state.others), None) is None:  # frozen: zeros, replicated
                 outside = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), outside)
             second_state = state.others
             if jax.tree.leaves(outside):
-                outside, second_state = self.others.update(outside, second_state, part_params)
+                outside, second_state = self.others.update(outside, second_state, self._part(params, False))
             second = next((inner.metrics for inner in exchange_states(second_state)), ExchangeMetrics.zeros())
             ok = second.skipped == 0
         if any(jnp.size(leaf) for leaf in jax.tree.leaves(inside)):  # else no number could tell that the rest is not ok
-            part_params = None if params is None else self._part(params, True)
-            inside, state = self.update_chosen(self._checked(inside, ok & is_own), state, part_params)
+            inside, state = self.update_chosen(self._checked(inside, ok & is_own), state, self._part(params, True))
         else:
             inside = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), inside)  # nothing, replicated
             state = state.replace(step=state.step + 1, metrics=ExchangeMetrics.of(ok, sent=0))
