@@ -39,6 +39,7 @@ from jaxcomm.types import (
     PyTree,
     is_per_worker,
     map_rows,
+    nodes_of,
 )
 
 P = ParamSpec("P")
@@ -184,11 +185,6 @@ def _select(ok: jax.Array, new: PyTree, old: PyTree) -> jax.Array:
     """Does `jnp.where`; for arrays of one type without a function call, which counts where there are many arrays."""
     is_one_type = hasattr(new, "dtype") and hasattr(old, "dtype") and (new.shape, new.dtype) == (old.shape, old.dtype)
     return lax.select(ok, new, old) if is_one_type else jnp.where(ok, new, old)
-
-
-def with_due(state: ExchangeState) -> ExchangeState:
-    """Returns a state whose memory has `due` set, for every shard if each has its own."""
-    return state.replace(memory=state.memory._replace(due=jax.tree.map(jnp.ones_like, state.memory.due)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -374,8 +370,14 @@ class Exchange:
         raise NotImplementedError
 
     def resized(self, state: ExchangeState) -> ExchangeState:
-        """Adapts a state whose rows were just carried over to another number of workers."""
-        return state
+        """Adapts a state whose rows were just carried over to another number of workers: sets `due` in its memory.
+
+        That is where a method notes that it owes a refresh; a memory without it stays as it is.
+        """
+        if not hasattr(state.memory, "due"):
+            return state
+        due = jax.tree.map(jnp.ones_like, state.memory.due)  # for every shard, if each has its own
+        return state.replace(memory=state.memory._replace(due=due))
 
     # The transformation.
 
@@ -474,9 +476,8 @@ class Exchange:
 
     def first_state(self, memory: PyTree = (), residual: PerWorker | None = None) -> ExchangeState:
         """Returns the state before the first step."""
-        nodes = jax.tree.leaves((memory, residual), is_leaf=lambda node: is_per_worker(node) or is_exchange_state(node))
         register_with_flax(ExchangeState, PerWorker, AccumulatedState, DelayedState)
-        has_rows = any(is_per_worker(node) for node in nodes)
+        has_rows = any(map(is_per_worker, nodes_of((memory, residual), PerWorker, ExchangeState)))
         worker = self.per_worker(jnp.full((1, 1), -1, jnp.int32)) if has_rows else None
         step = jnp.zeros((), jnp.int32)
         return ExchangeState(ExchangeMetrics.zeros(), step, residual, memory, None, worker, self)
@@ -510,17 +511,15 @@ class Exchange:
             _check_reduced(outside, self.axes)
             ok, second_state, second = is_finite_tree(outside), state.others, ExchangeMetrics.zeros()
         else:
-            part_params = None if params is None else self._part(params, False)
             if next(exchange_states(state.others), None) is None:  # frozen: zeros, replicated
                 outside = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), outside)
             second_state = state.others
             if jax.tree.leaves(outside):
-                outside, second_state = self.others.update(outside, second_state, part_params)
+                outside, second_state = self.others.update(outside, second_state, self._part(params, False))
             second = next((inner.metrics for inner in exchange_states(second_state)), ExchangeMetrics.zeros())
             ok = second.skipped == 0
         if any(jnp.size(leaf) for leaf in jax.tree.leaves(inside)):  # else no number could tell that the rest is not ok
-            part_params = None if params is None else self._part(params, True)
-            inside, state = self.update_chosen(self._checked(inside, ok & is_own), state, part_params)
+            inside, state = self.update_chosen(self._checked(inside, ok & is_own), state, self._part(params, True))
         else:
             inside = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), inside)  # nothing, replicated
             state = state.replace(step=state.step + 1, metrics=ExchangeMetrics.of(ok, sent=0))
@@ -640,10 +639,8 @@ def transformation(method: Callable[P, Exchange]) -> Callable[P, optax.GradientT
 
 
 def exchange_states(state: PyTree) -> Iterator[ExchangeState]:
-    """Yields the states of the exchanges in an optimizer's state, but not those inside other exchanges."""
-    for node in jax.tree.leaves(state, is_leaf=is_exchange_state):
-        if isinstance(node, ExchangeState):
-            yield node
+    """Iterates over the states of the exchanges in an optimizer's state, but not those inside other exchanges."""
+    return iter(nodes_of(state, ExchangeState))
 
 
 def methods_in(exchange: ExchangeState) -> list[Exchange]:

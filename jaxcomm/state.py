@@ -38,6 +38,7 @@ from jaxcomm.types import (
     is_per_worker,
     join_parts,
     map_rows,
+    nodes_of,
 )
 
 
@@ -79,7 +80,7 @@ def state_specs(state: PyTree) -> PyTree:
         )
 
     def spec(node: PyTree) -> Any:
-        rows = P(node.axes[0] if len(node.axes) == 1 else node.axes) if is_per_worker(node) else P()
+        rows = P(node.axes) if is_per_worker(node) else P()
         return jax.tree.map(lambda _: rows, node)
 
     return jax.tree.map(spec, state, is_leaf=is_per_worker)
@@ -148,14 +149,12 @@ def exchange_interval(state: PyTree) -> int:
     Args:
       state: the state of one transformation or of a chain, or a tree that contains it.
     """
-    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, AccumulatedState))
-    return next((node.every for node in nodes if isinstance(node, AccumulatedState)), communication_period(state) or 1)
+    return next((node.every for node in nodes_of(state, AccumulatedState)), communication_period(state) or 1)
 
 
 def has_delay(state: PyTree) -> bool:
     """Returns whether the state is that of a chain whose exchange takes the gradients of the step before."""
-    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, DelayedState))
-    return any(isinstance(node, DelayedState) for node in nodes)
+    return bool(nodes_of(state, DelayedState))
 
 
 def exchange_turns(state: PyTree) -> int:
@@ -270,11 +269,7 @@ def exchange_metrics(state: PyTree) -> ExchangeMetrics | None:
       The metrics of the first exchange (with sharded parameters, of all groups together), or None if the state has no
       exchange of this library.
     """
-
-    def is_found(node: PyTree) -> bool:
-        return isinstance(node, ExchangeMetrics | ExchangeState)
-
-    first_node = next((node for node in jax.tree.leaves(state, is_leaf=is_found) if is_found(node)), None)
+    first_node = next(iter(nodes_of(state, ExchangeMetrics, ExchangeState)), None)
     return first_node.metrics if isinstance(first_node, ExchangeState) else first_node
 
 
@@ -407,7 +402,7 @@ def global_params(state: TrainState) -> Params:
     """
     if not isinstance(state.params, PerWorker):
         return state.params
-    if any(is_per_worker(node) and node.shards for node in jax.tree.leaves(state, is_leaf=is_per_worker)):
+    if any(node.shards for node in nodes_of(state, PerWorker)):
         raise ValueError(
             "The model of workers that hold shards must be put together by their step; got such a state. Call "
             "step.params(state)."
@@ -442,7 +437,7 @@ def resize_workers(state: PyTree, workers: int) -> PyTree:
         the state of a pipeline.
     """
     check_count("workers", workers, 1, "K rows become that many")
-    nodes = [node for node in jax.tree.leaves(state, is_leaf=is_per_worker) if is_per_worker(node)]
+    nodes = nodes_of(state, PerWorker)
     # State that differs between shards alone has a row for each shard.
     shards = {(): 1} | {node.axes: len(node.rows) for node in nodes if node.shards == len(node.axes)}
 

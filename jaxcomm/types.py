@@ -95,6 +95,15 @@ def is_per_worker(node: Any) -> bool:
     return isinstance(node, PerWorker)
 
 
+def nodes_of(tree: PyTree, *kinds: type) -> list[Any]:
+    """Returns the nodes of a tree that are of some types, but not those inside them."""
+
+    def is_one(node: PyTree) -> bool:
+        return isinstance(node, kinds)
+
+    return [node for node in jax.tree.leaves(tree, is_leaf=is_one) if is_one(node)]
+
+
 def map_rows(function: Callable[[PerWorker], Any], tree: PyTree) -> Any:
     """Applies a function to every `PerWorker` in a tree; leaves all else as it is."""
     return jax.tree.map(lambda node: function(node) if is_per_worker(node) else node, tree, is_leaf=is_per_worker)

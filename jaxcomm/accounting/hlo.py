@@ -194,14 +194,12 @@ def read_overlap(text: str) -> float | None:
         name: [instruction for instruction in map(INSTRUCTION.match, lines) if instruction]
         for name, lines in computations.items()
     }
-    products: dict[str, float] = {}
 
+    @functools.cache
     def products_of(name: str) -> float:
-        if name not in products:
-            instructions = matches.get(name, ())
-            shapes = {match["name"]: match["shape"] for match in instructions}
-            products[name] = sum(_products(match, shapes, products_of, collectives.trips) for match in instructions)
-        return products[name]
+        instructions = matches.get(name, ())
+        shapes = {match["name"]: match["shape"] for match in instructions}
+        return sum(_products(match, shapes, products_of, collectives.trips) for match in instructions)
 
     shapes = {match["name"]: match["shape"] for match in matches[entry]}
     work = {match["name"]: _products(match, shapes, products_of, collectives.trips) for match in matches[entry]}
@@ -297,12 +295,9 @@ def _traffic(op: str, shape: str, workers: int) -> Traffic:
 
 def _of_result(kind: str, shape: str, workers: int) -> Traffic:
     """Makes the record of one collective from the shape of its result."""
-    result, dtype = sum(array_bytes(shape)), types_of(shape)
-    if kind == "all_gather":
-        return Traffic(kind, result // workers, workers, dtype=dtype)
-    if kind == "reduce_scatter":
-        return Traffic(kind, result * workers, workers, dtype=dtype)
-    return Traffic(kind, result, workers, dtype=dtype)
+    result = sum(array_bytes(shape))
+    size = {"all_gather": result // workers, "reduce_scatter": result * workers}.get(kind, result)
+    return Traffic(kind, size, workers, dtype=types_of(shape))
 
 
 def _between_slices(kind: str, shape: str, tail: str, mesh: Mesh | None) -> Traffic:

@@ -57,20 +57,16 @@ def _read_jaxpr(jaxpr: Any, axis_sizes: dict[str, int], outside: str | None) -> 
             )
         if name in COLLECTIVES:
             program.always.append(_traffic(eqn, axis_sizes))
-        elif name == "shard_map":
-            sizes = {**axis_sizes, **dict(eqn.params["mesh"].shape)}
-            program.add(_read_jaxpr(inner_jaxpr(eqn.params["jaxpr"]), sizes, outside))
-        elif name == "scan":
-            program.add(_read_jaxpr(inner_jaxpr(eqn.params["jaxpr"]), axis_sizes, outside), eqn.params["length"])
-        elif name == "cond":
-            program.add_conditional([_read_jaxpr(inner_jaxpr(b), axis_sizes, outside) for b in eqn.params["branches"]])
-        else:
-            inner = Program()
-            for child in inner_jaxprs(eqn.params):
-                inner.add(_read_jaxpr(child, axis_sizes, outside))
-            if name == "while" and inner.communicates:
-                raise ValueError("A loop with collectives must have a static length; got a while loop. Use lax.scan.")
-            program.add(inner)
+            continue
+        sizes = {**axis_sizes, **eqn.params["mesh"].shape} if name == "shard_map" else axis_sizes
+        programs = [_read_jaxpr(child, sizes, outside) for child in inner_jaxprs(eqn.params)]
+        if name == "cond":
+            program.add_conditional(programs)
+            continue
+        if name == "while" and any(inner.communicates for inner in programs):
+            raise ValueError("A loop with collectives must have a static length; got a while loop. Use lax.scan.")
+        for inner in programs:
+            program.add(inner, eqn.params["length"] if name == "scan" else 1)
     return program
 
 

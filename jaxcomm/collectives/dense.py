@@ -1,7 +1,5 @@
 """The dense all-reduce, with which everything else is compared."""
 
-import itertools
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -13,7 +11,7 @@ from jaxcomm.codecs.values import ValueCodec
 from jaxcomm.collectives.axis import AxisName, axis_size
 from jaxcomm.collectives.messages import sum_of
 from jaxcomm.collectives.shared_mask import compact_sum
-from jaxcomm.kernels.numerics import is_finite, promotes, wide_type
+from jaxcomm.kernels.numerics import is_finite, is_finite_narrow, promotes, wide_type
 from jaxcomm.kernels.platforms import in_memory, traced_platform
 from jaxcomm.kernels.scopes import EXCHANGE
 from jaxcomm.kernels.vectors import end_to_end, split_vector
@@ -97,8 +95,7 @@ def read_dense(words: jax.Array, layout: Layout, codec: ValueCodec = FLOAT32) ->
     if not shapes:
         return []
     _, dtypes = layout.split(layout.dtypes)
-    starts = list(itertools.accumulate(map(math.prod, shapes), initial=0))[: len(shapes)]
-    parts = split_vector(codec.decode(words, layout.n_dense), shapes, starts)
+    parts = split_vector(codec.decode(words, layout.n_dense), shapes)
     return [part.astype(dtype) for part, dtype in zip(parts, dtypes, strict=True)]
 
 
@@ -123,26 +120,19 @@ def _mean_at_once(
 ) -> tuple[list[jax.Array], jax.Array]:
     wide = wide_type(tensors[0].dtype) if value_dtype == "float32" else jnp.float32
     vector = end_to_end([tensor.reshape(-1).astype(wide) for tensor in tensors])
-    if value_dtype == "float16" or (value_dtype == "bfloat16" and collective == "all_reduce"):
-        part = (vector / axis_size(axis_name)).astype(value_dtype)
-        with jax.named_scope(EXCHANGE):
-            mean = sum_of(part, axis_name)
-        mean = mean.astype(jnp.float32)
-        finite = is_finite(mean)
-    elif value_dtype == "float32":
-        with jax.named_scope(EXCHANGE):
-            mean = sum_of(vector, axis_name)
-        mean = mean / axis_size(axis_name)  # (n,)
-        finite = is_finite(mean)
-    else:
+    workers = axis_size(axis_name)
+    if value_dtype == "bfloat16" and collective == "two_shot":
         vector = in_memory(vector)
         summed = compact_sum(vector, is_finite(vector), "two_shot", value_codec(value_dtype), axis_name, checksum)
-        mean = jnp.where(summed.ok, summed.total(summed.ok) / axis_size(axis_name), jnp.nan)
+        mean = jnp.where(summed.ok, summed.total(summed.ok) / workers, jnp.nan)
         finite = summed.ok
-    starts = itertools.accumulate((tensor.size for tensor in tensors[:-1]), initial=0)
-    parts = split_vector(mean, [tensor.shape for tensor in tensors], list(starts))
+    else:
+        is_narrow = value_dtype != "float32"
+        part = (vector / workers).astype(value_dtype) if is_narrow else vector
+        with jax.named_scope(EXCHANGE):
+            total = sum_of(part, axis_name)
+        mean = total.astype(jnp.float32) if is_narrow else total / workers  # (n,)
+        finite = is_finite(mean)
+    parts = split_vector(mean, [tensor.shape for tensor in tensors])
     means = [part.astype(tensor.dtype) for part, tensor in zip(parts, tensors, strict=True)]
-    for part in means:
-        if part.dtype.itemsize < 4:  # a mean may be finite, and out of the range of its tensor's own type
-            finite = finite & jnp.isfinite(part).all()
-    return means, finite
+    return means, finite & is_finite_narrow(means)

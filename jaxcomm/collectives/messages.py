@@ -10,6 +10,7 @@ twice the bytes.
 """
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -137,15 +138,10 @@ def swapped(value: jax.Array, axis_name: AxisName) -> jax.Array:
     return lax.bitcast_convert_type(lax.psum(words, axis_name) - words, value.dtype)
 
 
-def _swapped_forward(value: jax.Array, axis_name: AxisName) -> tuple[jax.Array, None]:
-    return swapped(value, axis_name), None
-
-
-def _swapped_backward(axis_name: AxisName, saved: None, error: jax.Array) -> tuple[jax.Array]:
-    return (swapped(error, axis_name),)
-
-
-swapped.defvjp(_swapped_forward, _swapped_backward)
+swapped.defvjp(
+    lambda value, axis_name: (swapped(value, axis_name), None),
+    lambda axis_name, _, error: (swapped(error, axis_name),),
+)
 
 
 def _is_by_pair(message: Any, axis_name: AxisName) -> bool:
@@ -174,9 +170,6 @@ def fuse(payload: Payload) -> jax.Array:
 
 def split_words(words: jax.Array, like: dict[str, Any]) -> Payload:
     """Cuts a fused payload apart again; `like` gives the shapes that `fuse` was given."""
-    payload, start = {}, 0
-    for name in sorted(like):
-        size = like[name].size
-        payload[name] = words[start : start + size]
-        start += size
-    return payload
+    names = sorted(like)
+    ends = itertools.accumulate(like[name].size for name in names)
+    return {name: words[end - like[name].size : end] for name, end in zip(names, ends, strict=True)}

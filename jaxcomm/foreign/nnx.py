@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from jaxcomm.exchange import leaf_name
-from jaxcomm.types import PyTree
+from jaxcomm.types import PyTree, nodes_of
 
 
 def _nnx() -> Any:
@@ -22,11 +22,6 @@ def is_object(node: PyTree) -> bool:
     """Returns whether a node of a tree is a module, an optimizer or a metric of NNX."""
     nnx = _nnx()
     return nnx is not None and isinstance(node, nnx.Pytree)
-
-
-def has_objects(tree: PyTree) -> bool:
-    """Returns whether a tree contains an NNX object."""
-    return any(is_object(node) for node in jax.tree.leaves(tree, is_leaf=is_object))
 
 
 def names(tree: PyTree) -> list[str]:
@@ -65,9 +60,9 @@ def sharing(tree: PyTree) -> Any:
       ValueError: if an `nnx.State` shares variables.
     """
     nnx = _nnx()
-    if nnx is None or not has_objects(tree) or not nnx.find_duplicates(tree):
+    if nnx is None or not nodes_of(tree, nnx.Pytree) or not nnx.find_duplicates(tree):
         return None
-    if any(isinstance(node, Merged) for node in jax.tree.leaves(tree, is_leaf=lambda n: isinstance(n, Merged))):
+    if nodes_of(tree, Merged):
         raise ValueError(
             "Variables must not be shared in a state of nnx.split; got "
             f"{nnx.find_duplicates(tree)[0]}, which are one. Pass the model and the optimizer themselves."
@@ -131,10 +126,4 @@ def _is_whole(node: PyTree) -> bool:
 def graph_in(tree: PyTree) -> Any:
     """Returns the first `nnx.GraphDef` in a tree, or None."""
     nnx = _nnx()
-    if nnx is None:
-        return None
-    return next((node for node in jax.tree.leaves(tree, is_leaf=_is_graph) if _is_graph(node)), None)
-
-
-def _is_graph(node: PyTree) -> bool:
-    return isinstance(node, _nnx().GraphDef)
+    return None if nnx is None else next(iter(nodes_of(tree, nnx.GraphDef)), None)

@@ -98,8 +98,7 @@ def leaf_specs(tree: PyTree) -> list[P]:
     specs: list[P] = []
     for owner in jax.tree.leaves(tree, is_leaf=_is_owner):
         for node in jax.tree.leaves(owner, is_leaf=is_per_worker):
-            axes = (node.axes[0] if len(node.axes) == 1 else node.axes) if is_per_worker(node) else None
-            spec = P() if axes is None else P(*[None] * _members(owner), axes)
+            spec = P(*[None] * _members(owner), node.axes) if is_per_worker(node) else P()
             specs += [spec] * len(jax.tree.leaves(node))
     return specs
 

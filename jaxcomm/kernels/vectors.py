@@ -1,6 +1,7 @@
 """Vectors that are laid end to end, that are written to memory, or that are never written, as is fastest on CPUs."""
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -67,13 +68,16 @@ def _write_parts(first: jax.Array, *more_parts: jax.Array) -> jax.Array:
     return total
 
 
-def split_vector(vector: jax.Array, shapes: Sequence[tuple[int, ...]], starts: Sequence[int]) -> list[jax.Array]:
-    """Cuts arrays out of a vector (n,), each from its start on; the inverse of `end_to_end`.
+def split_vector(
+    vector: jax.Array, shapes: Sequence[tuple[int, ...]], starts: Sequence[int] | None = None
+) -> list[jax.Array]:
+    """Cuts arrays out of a vector (n,), each from its start on, or one after the other; inverts `end_to_end`.
 
     On CPUs, XLA compiles a loop for every array that it reads from another place, but only one for all arrays of a
     shape if the place is an operand. So where there are many arrays, the program does not know where they start.
     """
     sizes = [math.prod(shape) for shape in shapes]
+    starts = list(itertools.accumulate(sizes, initial=0))[:-1] if starts is None else starts
     # A start has 31 bits: in a longer vector, it counts rows.
     columns = 1 if vector.size < 2**31 else math.gcd(vector.size, *sizes, *starts)
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcomm.checks import Sparsity, count, number
-from jaxcomm.exchange import Exchanged, ExchangeState, Gradient, keep_unless, own_row, transformation, with_due
+from jaxcomm.exchange import Exchanged, ExchangeState, Gradient, keep_unless, own_row, transformation
 from jaxcomm.kernels.platforms import by_platform
 from jaxcomm.layout import Layout
 from jaxcomm.methods.sparse import SparseExchange, exchange_densely
@@ -104,9 +104,6 @@ class DctDp(SparseExchange):
     def first_memory(self, params: Params, layout: Layout) -> Thresholds:
         threshold = self.per_worker(jnp.zeros((1, len(layout.sizes)), jnp.float32))
         return Thresholds(jnp.asarray(True), threshold)
-
-    def resized(self, state: ExchangeState) -> ExchangeState:
-        return with_due(state)
 
     def average(self, gradient: Gradient, state: ExchangeState) -> tuple[Exchanged, Thresholds]:
         layout, vector, step, old = gradient.layout, gradient.accumulated(), state.step, state.memory

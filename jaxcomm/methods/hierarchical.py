@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 
@@ -92,7 +93,7 @@ class Hierarchical(Exchange):
         metrics = ExchangeMetrics.of(ok, n_sent, overflow, drained=drained > 0)
         memory = in_shards(keep_unless(ok, new, old), (self.inside,))
         new = state.replace(metrics=metrics, step=state.step + ok.astype(jnp.int32), memory=memory)
-        return _join_shares(gathered, updates), new
+        return jax.tree.map(_whole, _cut(gathered, sizes), updates), new
 
     def _wait_for_group(self, updates: PyTree) -> Any:
         """Returns the updates once every worker of the group has its own, by an all-reduce of one number.
@@ -121,22 +122,14 @@ class Hierarchical(Exchange):
 
 
 def _cut(share: jax.Array, sizes: Any) -> Any:
-    leaves, start = [], 0
-    for size in jax.tree.leaves(sizes):
-        leaves.append(share[start : start + size])
-        start += size
-    return jax.tree.unflatten(jax.tree.structure(sizes), leaves)
+    """Cuts shares (..., T) into a tree of those of each leaf."""
+    counts, treedef = jax.tree.flatten(sizes)
+    return treedef.unflatten(jnp.split(share, np.cumsum(counts)[:-1], axis=-1))
 
 
-def _join_shares(rows: jax.Array, like: PyTree) -> Any:
-    """Joins shares (I, T) into a tree like `like`."""
-    leaves, start = [], 0
-    for leaf in jax.tree.leaves(like):
-        size = -(-leaf.size // rows.shape[0])
-        part = rows[:, start : start + size].reshape(-1)[: leaf.size]
-        leaves.append(part.reshape(leaf.shape).astype(leaf.dtype))
-        start += size
-    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+def _whole(rows: jax.Array, like: jax.Array) -> jax.Array:
+    """Joins the shares (I, size) of a leaf."""
+    return rows.reshape(-1)[: like.size].reshape(like.shape).astype(like.dtype)
 
 
 hierarchical = transformation(Hierarchical)

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, replace
 from fractions import Fraction
+from functools import partial
 from typing import Annotated, Any, NamedTuple
 
 import jax
@@ -15,7 +16,7 @@ from jaxcomm.collectives import axis_size
 from jaxcomm.collectives.axis import to_varying
 from jaxcomm.collectives.masks import MASK_CODECS, MaskUnion
 from jaxcomm.collectives.sparse import Accumulated
-from jaxcomm.exchange import Exchanged, ExchangeState, Gradient, keep_unless, transformation, with_due
+from jaxcomm.exchange import Exchanged, ExchangeState, Gradient, keep_unless, transformation
 from jaxcomm.kernels import noise
 from jaxcomm.kernels.vectors import Stored
 from jaxcomm.layout import Layout
@@ -120,9 +121,6 @@ class Iwp(MomentumCorrection, SharedExchange):
     def first_memory(self, params: Params, layout: Layout) -> SharedMask:
         return SharedMask(jnp.asarray(True), jnp.zeros(layout.n_words, jnp.uint32), self.zero_velocity(layout))
 
-    def resized(self, state: ExchangeState) -> ExchangeState:
-        return with_due(state)
-
     def average(self, gradient: Gradient, state: ExchangeState) -> tuple[Exchanged, SharedMask]:
         if gradient.params is None:
             raise ValueError(
@@ -133,15 +131,11 @@ class Iwp(MomentumCorrection, SharedExchange):
         weights = layout.flatten(layout.split(gradient.params)[0])
         gradient, vector, velocity = self.correct(gradient, old.velocity)
         renew = old.due | (step % self.life_span == 0) | (step < self.warmup_steps + bool(self.warmup_steps))
-        saved_mask = old.mask, jnp.zeros((), jnp.float32), to_varying(jnp.asarray(True), self.axis_name)
-        mask, cut, is_intact = saved_mask
+        publish = partial(self.publish, vector, weights, step, layout)
+        masks = saved = old.mask, jnp.zeros((), jnp.float32), to_varying(jnp.asarray(True), self.axis_name)
         if layout.sizes:
-            if self.life_span == 1:
-                mask, cut, is_intact = self.publish(vector, weights, step, layout)
-            else:
-                mask, cut, is_intact = lax.cond(
-                    renew, lambda: self.publish(vector, weights, step, layout), lambda: saved_mask
-                )
+            masks = publish() if self.life_span == 1 else lax.cond(renew, publish, lambda: saved)
+        mask, cut, is_intact = masks
         if self.checksum:  # a worker whose masks were damaged makes all workers skip
             vector = vector._replace(gradient=jnp.where(is_intact, vector.gradient, jnp.nan))
 

@@ -240,8 +240,7 @@ def _unstack(stacks: Sequence[jax.Array], groups: Sequence[_Group]) -> list[jax.
     """Puts the matrices of all stacks into the order of the compressed tensors."""
     matrices = {}
     for stack, group in zip(stacks, groups, strict=True):
-        count, size = len(group.members), group.n * group.m
-        parts = split_vector(stack.reshape(-1), [(group.n, group.m)] * count, range(0, count * size, size))
+        parts = split_vector(stack.reshape(-1), [(group.n, group.m)] * len(group.members))
         matrices |= zip(group.members, parts, strict=True)
     return [matrices[place] for place in range(len(matrices))]
 

@@ -15,7 +15,7 @@ from jaxcomm.checks import check_range, count, number, one_of, positive
 from jaxcomm.collectives import axis_size
 from jaxcomm.collectives.axis import other_axes, to_varying
 from jaxcomm.collectives.messages import all_gather_same, all_to_all, sum_of
-from jaxcomm.exchange import ExchangeState, own_row, transformation, with_due, zeros_unless
+from jaxcomm.exchange import ExchangeState, own_row, transformation, zeros_unless
 from jaxcomm.kernels import bits, noise
 from jaxcomm.kernels.numerics import is_applicable_tree
 from jaxcomm.kernels.scopes import EXCHANGE
@@ -131,9 +131,6 @@ class SlimDp(LocalExchange):
     def keeps_delta(self) -> bool:
         """Whether updates may wait for more than one step until they are pushed."""
         return self.p > 1 or self.unsent == "carry"
-
-    def resized(self, state: ExchangeState) -> ExchangeState:
-        return with_due(state)
 
     def global_model(self, state: ExchangeState, like: PyTree) -> PyTree:
         flat, unravel = ravel_pytree(like)

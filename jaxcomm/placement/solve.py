@@ -210,42 +210,50 @@ def _choose(
         groups += [(s, options, names) for options, names in by_options.items()]
     unit = _unit(problem, groups, len(stages))
     error_unit = (problem.error_budget or least_error or 1.0) / _SCALE
-    rows = _Rows()
-    seconds = [rows.row(-np.inf, 0.0, {0: -1.0}) for _ in stages]
-    errors = rows.row(-np.inf, _SCALE)
-    memory = [rows.row(-np.inf, _SCALE) for _ in stages]
+    rows: list[tuple[float, float, dict[int, float]]] = []
+
+    def row(low: float, high: float, coefficients: dict[int, float]) -> dict[int, float]:
+        """Adds a row with limits; returns its coefficients by column, to be filled."""
+        rows.append((low, high, coefficients))
+        return coefficients
+
+    seconds = [row(-np.inf, 0.0, {0: -1.0}) for _ in stages]
+    errors = row(-np.inf, _SCALE, {})
+    memory = [row(-np.inf, _SCALE, {}) for _ in stages]
     upper, cost = [limits[1] / unit], [0.0 if of_errors else 1.0]
     starts: dict[tuple[int, str], int] = {}
     for s, options, _ in groups:
         for option in options:
             if problem.start(option.name) > 0 and (s, option.name) not in starts:
                 starts[s, option.name] = len(upper)
-                rows.add(seconds[s], len(upper), problem.start(option.name) / unit)
+                seconds[s][len(upper)] = problem.start(option.name) / unit
                 upper.append(1.0)
                 cost.append(0.0)
     columns = []
     for s, options, names in groups:
         n = len(names)
-        one_each, spare = rows.row(n, n), stages[s][1]
+        one_each, spare = row(n, n, {}), stages[s][1]
         for option in options:
             w = len(upper)
             columns.append(w)
             upper.append(n)
-            rows.add(one_each, w, 1.0)
-            rows.add(seconds[s], w, option.seconds / unit)
+            one_each[w] = 1.0
+            seconds[s][w] = option.seconds / unit
             if has_budget and spare_error > 0:
-                rows.add(errors, w, option.error / spare_error * _SCALE)
+                errors[w] = option.error / spare_error * _SCALE
             if 0 < spare < math.inf:
-                rows.add(memory[s], w, option.memory / spare * _SCALE)
+                memory[s][w] = option.memory / spare * _SCALE
             if (start := starts.get((s, option.name))) is not None:
-                rows.row(0.0, np.inf, {start: n, w: -1.0})
+                row(0.0, np.inf, {start: n, w: -1.0})
             cost.append(option.error / error_unit if of_errors else 0.0)
-    matrix = coo_array((rows.values, (rows.rows, rows.columns)), shape=(len(rows.lower), len(upper))).tocsc()
+    cells = {(at, column): value for at, (*_, terms) in enumerate(rows) for column, value in terms.items()}
+    coordinates = tuple(zip(*cells, strict=True))
+    matrix = coo_array((list(cells.values()), coordinates), shape=(len(rows), len(upper))).tocsc()
     result = milp(
         np.array(cost),
         integrality=np.array([0, *[1] * (len(upper) - 1)]),
         bounds=(np.array([max(0.0, limits[0]) / unit, *[0.0] * (len(upper) - 1)]), np.array(upper)),
-        constraints=(matrix, np.array(rows.lower), np.array(rows.upper)),
+        constraints=(matrix, np.array([low for low, _, _ in rows]), np.array([high for _, high, _ in rows])),
         options={"time_limit": time_limit, "mip_rel_gap": gap},
     )
     scale = error_unit if of_errors else unit
@@ -336,31 +344,6 @@ def _seconds(problem: Problem, tensors: Sequence[Tensor], options: dict[str, str
     names = {options[tensor.name] for tensor in tensors}
     seconds = (o.seconds for t in tensors for o in t.options if o.name == options[t.name])
     return math.fsum(seconds) + sum(problem.start(name) for name in names)
-
-
-class _Rows:
-    """The rows of a program, and the coordinates of their coefficients."""
-
-    def __init__(self):
-        self.lower: list[float] = []
-        self.upper: list[float] = []
-        self.rows: list[int] = []
-        self.columns: list[int] = []
-        self.values: list[float] = []
-
-    def row(self, lower: float, upper: float, coefficients: dict[int, float] | None = None) -> int:
-        """Adds a row with limits, and returns its index."""
-        self.lower.append(lower)
-        self.upper.append(upper)
-        for column, value in (coefficients or {}).items():
-            self.add(len(self.lower) - 1, column, value)
-        return len(self.lower) - 1
-
-    def add(self, row: int, column: int, value: float) -> None:
-        """Adds a coefficient to a row."""
-        self.rows.append(row)
-        self.columns.append(column)
-        self.values.append(value)
 
 
 def _useful(

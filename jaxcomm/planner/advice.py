@@ -184,7 +184,8 @@ def advise(
             else:
                 coding[name] = coding_of(name) if question.reports[name].steps == 1 else beyond_computing(name)
         costs = [layer_cost(layer, links, computing) for layer, computing in layers]
-        return _advice("thorough", question, links, compute, coding, costs, memory, begin, _is_asynchronous(mesh))
+        overlaps = mesh.devices.flat[0].platform != "cpu"  # collectives travel while such devices compute
+        return _advice("thorough", question, links, compute, coding, costs, memory, begin, overlaps)
 
 
 def estimate(
@@ -301,11 +302,6 @@ def _dense_without(reduced: list[str], axis_name: AxisName) -> optax.GradientTra
     """Makes the dense exchange of all parameters but those in `reduced`, whose gradients layers already reduce."""
     excluded = frozenset(reduced)
     return methods.plump_dp(value_dtype="bfloat16", where=lambda path, _: path not in excluded, axis_name=axis_name)
-
-
-def _is_asynchronous(mesh: Mesh) -> bool:
-    """Whether collectives travel while the devices compute: then a dense exchange can overlap with backpropagation."""
-    return mesh.devices.flat[0].platform != "cpu"
 
 
 def _scalar(out: PyTree) -> Any:

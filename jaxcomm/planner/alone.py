@@ -64,7 +64,7 @@ def _run(eqn: Any, args: list[Any]) -> list[Any]:
         return [lax.optimization_barrier(jnp.zeros((), jnp.int32))]  # XLA must not know it
     if name in _ON_THE_SPOT:
         return [_copied(x, var.aval) for x, var in zip(args, eqn.outvars, strict=True)]
-    if _communicates(eqn):
+    if any(has_primitive(child, _ON_THE_SPOT.__contains__) for child in inner_jaxprs(eqn.params)):
         if name == "cond":
             index, *operands = args
             branches = [functools.partial(_as_tuple, branch) for branch in params["branches"]]
@@ -77,11 +77,6 @@ def _run(eqn: Any, args: list[Any]) -> list[Any]:
     functions, params = bound if isinstance(bound, tuple) else ((), bound)  # JAX releases differ
     out = eqn.primitive.bind(*functions, *args, **params)
     return list(out) if eqn.primitive.multiple_results else [out]
-
-
-def _communicates(eqn: Any) -> bool:
-    """Returns whether a program inside an equation uses a collective, or the worker's index."""
-    return any(has_primitive(child, lambda name: name in _ON_THE_SPOT) for child in inner_jaxprs(eqn.params))
 
 
 def _as_tuple(closed: ClosedJaxpr, *args: Any) -> tuple[Any, ...]:

@@ -339,10 +339,7 @@ def time_program(bench: Bench, function: Callable[..., Any], rows: PyTree) -> Co
 def measure_copy(bench: Bench, numbers: int = 1 << 24) -> float:
     """Measures the seconds per byte of a copy of a float32 array in memory, on all devices at once."""
     rows = bench.spread(np.zeros(numbers, np.float32))
-    copy = bench.lower(lambda x: x + 1, rows).compile()
-    jax.block_until_ready(copy(rows))
-    seconds = statistics.median(time_calls(lambda: copy(rows), _REPEATS))
-    return agreed(seconds, bench.mesh) / (COPY_BYTES * numbers)
+    return time_program(bench, lambda x: x + 1, (rows,)).seconds / (COPY_BYTES * numbers)
 
 
 @cache

@@ -9,6 +9,7 @@ workers/ID                    what a worker that has left has not sent
 """
 
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -206,14 +207,11 @@ def split_arrays(body: bytes, like: Sequence[Any]) -> list[np.ndarray]:
     Raises:
       DamagedError: if they are of another length.
     """
-    sizes = [int(np.prod(x.shape, dtype=np.int64)) * np.dtype(x.dtype).itemsize for x in like]
+    sizes = [x.size * np.dtype(x.dtype).itemsize for x in like]
     if sum(sizes) != len(body):
         raise DamagedError(f"{len(body)} bytes of arrays instead of {sum(sizes)}")
-    arrays, start = [], 0
-    for leaf, size in zip(like, sizes, strict=True):
-        arrays.append(np.frombuffer(body[start : start + size], leaf.dtype).reshape(leaf.shape))
-        start += size
-    return arrays
+    parts = zip(like, sizes, itertools.accumulate(sizes), strict=True)
+    return [np.frombuffer(body[end - size : end], x.dtype).reshape(x.shape) for x, size, end in parts]
 
 
 def digest(raw: bytes) -> str:

@@ -118,11 +118,6 @@ class Worker:
         return self._log.total is not None and self.round >= self._log.total
 
     @property
-    def _is_sent(self) -> bool:
-        """Whether a payload is on its way."""
-        return self._sending is not None
-
-    @property
     def local(self) -> Any:
         """The local state of this worker: the optimizer's, or what `step` returned last."""
         return self._local
@@ -179,12 +174,12 @@ class Worker:
         began = self._clock.now()
         self._own, self._local, metrics = self._local_step(self._own, self._local, batch)
         self._rows, self._steps = self._rows + rows[0], self._steps + 1
-        self._ahead += self._is_sent
+        self._ahead += self._sending is not None
         jax.block_until_ready(self._last)  # of the step before: one step is always under way
         self._last = metrics
         yield 0.0
         self._paces = [*self._paces, self._clock.now() - began][-self._log.steps :]
-        if not self._is_sent and not self.done and self._hosts.flag(self._is_over()):
+        if self._sending is None and not self.done and self._hosts.flag(self._is_over()):
             yield from self._send()
             if self._overlap == 0:
                 yield from self._settle(0)
@@ -249,7 +244,7 @@ class Worker:
 
     def _settle(self, ahead: int) -> Waiting[None]:
         """Takes what the log has of this round; waits for it if as many local steps were done meanwhile."""
-        while self._is_sent:
+        while self._sending is not None:
             task = self._task
             while task is not None and not task.done() and self._ahead >= ahead:
                 yield POLL

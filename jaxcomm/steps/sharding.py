@@ -328,24 +328,21 @@ def plan_shards(
 def _flat_specs(specs: PyTree, params: Params) -> tuple[P, ...]:
     """Returns the PartitionSpec of every parameter, from a tree of specs or a prefix of it."""
 
-    def is_spec(node: PyTree) -> bool:
-        return isinstance(node, P)
-
     def spec_of(node: PyTree) -> Any:
         if isinstance(node, Sharding) and node.is_fully_replicated:
             return P()
         return node.spec if isinstance(node, NamedSharding) else node
 
-    specs = jax.tree.map(spec_of, specs, is_leaf=lambda node: isinstance(node, P | Sharding))
+    specs = jax.tree.map(spec_of, specs)
     try:
-        full = jax.tree.map(lambda spec, part: jax.tree.map(lambda _: spec, part), specs, params, is_leaf=is_spec)
+        full = jax.tree.map(lambda spec, part: jax.tree.map(lambda _: spec, part), specs, params)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(
             f"PartitionSpecs must be a tree like that of the parameters, or a prefix of it; got another one: {error}"
         ) from None
-    flat = jax.tree.leaves(full, is_leaf=is_spec)
+    flat = jax.tree.leaves(full)
     for spec in flat:
-        if not is_spec(spec):
+        if not isinstance(spec, P):
             raise ValueError(
                 f"Each spec must be a jax.sharding.PartitionSpec; got {spec!r}. P() replicates a parameter."
             )

@@ -28,7 +28,7 @@ from jaxcomm.steps.batch import Batch, check_global, row_axes
 from jaxcomm.steps.mesh import shapes_on
 from jaxcomm.steps.settings import StepSettings
 from jaxcomm.traffic import Program, Traffic
-from jaxcomm.types import Params, PyTree, is_per_worker
+from jaxcomm.types import Params, PerWorker, PyTree, is_per_worker, nodes_of
 
 Report = WireReport | PipelineReport
 
@@ -301,7 +301,7 @@ class TrainStep:
         leaves, treedef = jax.tree.flatten(batch)
         axes, on_mesh = row_axes(batch, self._settings.batch_axis), partial(NamedSharding, self.mesh)
         rows = [P() if axis is None else P(*[None] * axis, self.axis_name) for axis in axes]
-        specs = jax.tree.leaves(self._placement.specs_of(state), is_leaf=lambda x: isinstance(x, P))
+        specs = jax.tree.leaves(self._placement.specs_of(state))
         shardings = jax.tree.unflatten(jax.tree.structure(state), map(on_mesh, specs))
         return jax.device_put(state, shardings), treedef.unflatten(jax.device_put(leaves, list(map(on_mesh, rows))))
 
@@ -326,8 +326,8 @@ def check_state(state: PyTree, sizes: Mapping[str, int]) -> None:
             "and restore a checkpoint into step.shapes(params); a TrainState of another library goes with "
             "jaxcomm.data_parallel."
         )
-    for node in jax.tree.leaves(state, is_leaf=is_per_worker):
-        if not is_per_worker(node) or not set(node.axes) <= sizes.keys():
+    for node in nodes_of(state, PerWorker):
+        if not set(node.axes) <= sizes.keys():
             continue
         count = math.prod(sizes[name] for name in node.axes)
         if row_counts := {len(rows) for rows in jax.tree.leaves(node)} - {count}:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -121,9 +121,7 @@ class Pipeline:
         cuts, x = [], None
         states = [()] * self.size if self.model_state is None else self.model_state
         for stage in range(self.size):
-            x, new = _trace_stage(
-                stage, lambda *args, at=stage: self.run_stage(at, *args), self.params[stage], states[stage], x, micro
-            )
+            x, new = _trace_stage(stage, partial(self.run_stage, stage), self.params[stage], states[stage], x, micro)
             _check_new_state(stage, _shapes(new), states[stage])
             _check_32_bits((self.params[stage], states[stage], x), stage)
             if stage < self.size - 1:
@@ -238,11 +236,8 @@ class Cut(NamedTuple):
 
     def nothing(self) -> list[Encoded]:
         """Returns encoded arrays of zeros."""
-
-        def shapes() -> list[Encoded]:
-            return [fmt.encode(jnp.zeros(fmt.shape, fmt.dtype)) for fmt in self.formats]
-
-        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(shapes))
+        shapes = jax.eval_shape(lambda: [fmt.encode(jnp.zeros(fmt.shape, fmt.dtype)) for fmt in self.formats])
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
     def bytes_each_way(self) -> tuple[int, int]:
         """Returns the bytes that cross forward and backward for one micro-batch."""

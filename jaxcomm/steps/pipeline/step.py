@@ -160,7 +160,7 @@ class Staged(WorkerPlacement):
 
     def specs_of(self, state: TrainState) -> TrainState:
         """Returns the PartitionSpec of every leaf; see `state_specs`."""
-        staged = jax.tree.map(lambda spec: P(STAGE_AXIS, *spec), state_specs(state), is_leaf=lambda n: isinstance(n, P))
+        staged = jax.tree.map(lambda spec: P(STAGE_AXIS, *spec), state_specs(state))
         return staged._replace(step=P())
 
     def params(self, state: TrainState) -> list[Any]:
