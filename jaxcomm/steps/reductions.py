@@ -51,10 +51,22 @@ _KEEP = frozenset(
         *("conj", "fft", "stop_gradient", "transpose", "unstack"),
     )
 )
-_JOIN = ["add", "add_any", "clamp", "complex", "concatenate", "dynamic_update_slice", "max", "min", "pad", "sub"]
+_JOIN = [
+    "add",
+    "add_any",
+    "clamp",
+    "complex",
+    "concatenate",
+    "dynamic_update_slice",
+    "max",
+    "min",
+    "pad",
+    "stack",
+    "sub",
+]
 _LINEAR = _KEEP - {"abs"} | {
     *("add", "add_any", "complex", "concatenate", "cumsum", "dynamic_update_slice", "pad", "reduce_sum", "sub"),
-    *("dynamic_slice", "gather", "scatter", "scatter-add", "select_n", "while"),
+    *("dynamic_slice", "gather", "scatter", "scatter-add", "select_n", "stack", "tile", "while"),
 }
 _SUMS = ("psum", "psum_invariant", "psum2", "reduce_scatter")
 _PICK = ("gather", "dynamic_slice", "select_n", "select_and_scatter_add")
@@ -203,6 +215,7 @@ class StepScaling(NamedTuple):
             number._replace(
                 is_curved=number.is_curved and not one.aval.ndim,
                 is_normalised=number.is_normalised and not (tracks or one.aval.ndim),
+                is_of_parts=number.is_of_parts or (number.is_shared and number.power % 1 > 0),
                 is_multiple=number.is_multiple or (number.is_shared and number.power == -1 and len(number.summed) > 0),
             )
             for number, one, _ in outs
@@ -254,7 +267,7 @@ class StepScaling(NamedTuple):
         # In the backward pass of a normalisation by own statistics there are such ratios as well.
         pairs = [("gradients", number._replace(is_ratio=False)) for number in self.gradients] + pairs
         warn("is_quotient", pairs)
-        warn("is_unknown", pairs)
+        warn("is_unknown", pairs + [(name, x) for name, x in zip(names, self.outputs, strict=False) if x.is_of_parts])
         warn("is_of_mean", ((name, x) for name, x in pairs if not (name == "gradients" and x.is_curved and feeds_back)))
 
 
@@ -503,6 +516,7 @@ class _Walk:
         power = left.power - right.power if is_quotient else left.power + right.power
         for number, other in ((left, right), (right, left)):
             is_factored = number.is_total and not self.is_backward and (number is left or not is_quotient)
+            is_factored &= not self.is_alone or number.power == -1  # else it is no psum of means
             if other.constant and other.power == 0 and is_factored:
                 factor = 1 / other.constant if is_quotient else other.constant
                 is_total = not math.isclose(factor * self.workers, 1, rel_tol=1e-5)
@@ -545,6 +559,8 @@ class _Walk:
         name, axes = eqn.primitive.name, self.axes.intersection(equation_axes(eqn))
         unmarked = dict.fromkeys(("is_extreme", "has_extreme", "has_mean"), False)
         shared = operand._replace(is_shared=True, constant=None, **unmarked)
+        if COLLECTIVES[name] == "all_gather":  # of the rows of all, of which there are as many as are summed
+            shared = shared._replace(summed=(math.inf, math.inf, 1))
         if not axes:
             return operand
         is_multiple = name in _SUMS and operand.power == 0 and not operand.is_shared and self.workers > 1

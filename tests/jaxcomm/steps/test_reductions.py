@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -223,6 +224,12 @@ NEITHER = {
     "a convolution along rows": lambda x: jnp.square(jnp.convolve(x[:, 0], WEIGHTS[:, 0], mode="same")).mean(),
     "views in the halves of a batch": lambda x: jnp.square(x[: len(x) // 2] - x[len(x) // 2 :]).mean(),
     "views that are split": lambda x: jnp.square(jnp.subtract(*jnp.split(x, 2))).mean(),
+    "one mask of each block": lambda x: jax.lax.scan(
+        lambda _, part: (None, (part[0] * jax.random.bernoulli(part[1], 0.5, (4,))).mean()),
+        None,
+        (x.reshape(2, -1, 4), jax.random.split(jax.random.key(0), 2)),
+    )[1].mean(),
+    "what any row has set": lambda x: x.mean() + jnp.zeros(9).at[jnp.int32(x[:, 0] > 0)].set(1.0).sum(),
     "views in blocks": lambda x: jnp.square(jnp.subtract(*x.reshape(2, -1, 4))).mean(),
     "a block by its number": lambda x: x.reshape(2, -1, 4)[jnp.array(1)].mean(),
     "blocks with weights": lambda x: (x.reshape(2, -1, 4) * WEIGHTS[:2, :1, None]).mean(),
@@ -303,6 +310,41 @@ ONE_NUMBER = {
         lambda z: jnp.tanh(z[0]) * jax.lax.pmean(z[1], ("row", "data")), axis_name="row"
     )(x).mean(),
 }
+
+
+OF_PARTS = {
+    "a mean of norms": lambda x: jax.lax.pmean(jnp.linalg.norm(x), "data"),
+    "a mean of roots": lambda x: jax.lax.pmean(jnp.sqrt(jnp.square(x).mean()), "data"),
+    "a mean of variances": lambda x: jax.lax.pmean(x.var(0), "data").mean(),
+    "a mean of logsumexps": lambda x: jax.lax.pmean(jax.nn.logsumexp(x), "data"),
+    "rows by a mean of the largest": lambda x: jnp.square(x / jax.lax.pmean(jnp.abs(x).max(), "data")).mean(),
+    "the root of a mean of sums": lambda x: jnp.sqrt(jax.lax.pmean(jnp.square(x).sum(), "data")),
+}
+OF_ALL = {
+    "the root of a mean": lambda x: jnp.sqrt(jax.lax.pmean(jnp.square(x).mean(), "data")),
+    "the root of a sum": lambda x: jnp.sqrt(jax.lax.psum(jnp.square(x).sum(), "data")),
+    "a variance": lambda x: (lambda m, v: (v - m * m).mean())(
+        *jax.lax.pmean(jnp.stack([x.mean(0), (x * x).mean(0)]), "data")
+    ),
+    "a mean of gathered rows": lambda x: jnp.tanh(jax.lax.all_gather(x, "data", tiled=True)).mean(),
+}
+
+
+@pytest.mark.parametrize("name", OF_PARTS | OF_ALL)
+def test_numbers_of_all_workers(name):
+    """A mean of what is no mean over a worker's own rows warns; a function of a mean over all rows does not."""
+    function = (OF_PARTS | OF_ALL)[name]
+    train_step, state = foreign(lambda p, b: function(b["x"] * p["w"]))
+    step = jc.make_train_step(lambda p, b: function(b["x"] * p["w"]), jc.chain(jc.plump_dp(), TX), jc.make_mesh(data=K))
+    calls = (
+        lambda: jc.data_parallel(train_step, jc.make_mesh(data=K))(state, BATCH),
+        lambda: step(step.init(PARAMS), BATCH),
+    )
+    for call in calls:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            call()
+        assert [x for x in caught if "cannot be told to be" in str(x.message)] if name in OF_PARTS else not caught
 
 
 @pytest.mark.parametrize("name", MULTIPLES | ONE_NUMBER)
