@@ -101,7 +101,7 @@ def flaw_of_extreme(number: Scaling) -> str:
 
 
 def scalings(function: Callable[..., Any], rows: Sequence[Any], workers: int, axes: Sequence[str] = ()) -> Any:
-    """Traces a function of a worker's rows for these and for twice as many.
+    """Traces a function of a worker's rows for these, for twice as many, and for an only worker that has those of all.
 
     Args:
       function: of a list of arrays (rows, ...).
@@ -135,6 +135,13 @@ def scalings(function: Callable[..., Any], rows: Sequence[Any], workers: int, ax
         if numbers[:1] != [_NEITHER]:
             break
     is_compared = not any(number is _NEITHER for number in numbers)
+    if axes and workers > 1 and is_compared:
+        alone = None
+        with contextlib.suppress(Exception):
+            alone = jax.make_jaxpr(function, axis_env=[(axis, 1) for axis in axes])(_times(avals, factor * workers))
+        if alone is not None:
+            others = _compare(one, alone, [_ROWS] * len(rows), _Walk(workers, workers, axes, is_alone=True))
+            numbers = [number.beside(other) for number, other in zip(numbers, others, strict=True)]
     if has_one and is_compared:  # what is of an only row is not told apart from what is of the first
         numbers = [number._replace(is_shared=number.is_shared or number.is_unknown) for number in numbers]
     return jax.tree.unflatten(jax.tree.structure(out), numbers)
@@ -512,11 +519,11 @@ class _Walk:
         # Of one worker, a pmean is divided by 1.
         is_divided = any(x.is_count and (x.power < 0) == is_quotient for x in (left, right)) and self.is_alone
         marks["is_multiple"] &= not (is_divided or (is_quotient and right.is_total))
+        is_total &= not is_divided
         marks["summed"] = self._divided(left, right, is_quotient)
         power = left.power - right.power if is_quotient else left.power + right.power
         for number, other in ((left, right), (right, left)):
             is_factored = number.is_total and not self.is_backward and (number is left or not is_quotient)
-            is_factored &= not self.is_alone or number.power == -1  # else it is no psum of means
             if other.constant and other.power == 0 and is_factored:
                 factor = 1 / other.constant if is_quotient else other.constant
                 is_total = not math.isclose(factor * self.workers, 1, rel_tol=1e-5)
@@ -592,7 +599,9 @@ class _Walk:
 
     def _of_constants(self, one: PyTree, two: PyTree) -> Scaling:
         """Returns the scaling of a constant: 1 if it has grown as the rows have, -1 if its inverse has."""
-        is_read = jnp.issubdtype(jnp.result_type(one), jnp.integer) and not isinstance(one, Tracer)
+        is_read = not isinstance(one, Tracer) and (
+            jnp.issubdtype(jnp.result_type(one), jnp.integer) or jnp.result_type(one) == jnp.bool_
+        )
         places = Integers(np.asarray(one)) if is_read and jnp.size(one) < READ else None
         if not all(map(_is_number, (one, two))):
             is_by_place = jnp.shape(one) != jnp.shape(two)

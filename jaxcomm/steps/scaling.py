@@ -84,11 +84,11 @@ class Scaling(NamedTuple):
     def is_unknown(self) -> bool:
         """Whether it may be neither a mean nor a sum over rows, and is computed from a worker's own alone."""
         is_neither = (self.is_mixed or self.power not in (0, 1, -math.inf)) and not self.is_quotient
-        is_neither |= self.has_extreme and not self.is_extreme
+        is_neither |= self.is_by_place or (self.has_extreme and not self.is_extreme)
         is_power = self.is_shared and not (self.is_own or self.is_total or math.isnan(self.power))
         if is_power and self.power not in (0, 1, -math.inf):  # as the root of the mean of the workers' sums
             return True
-        return self.is_of_parts or (self.is_own and (self.is_by_place or (is_neither and not self.is_shared)))
+        return self.is_of_parts or (self.is_own and not self.is_shared and is_neither)
 
     @property
     def is_share(self) -> bool:
@@ -110,3 +110,12 @@ class Scaling(NamedTuple):
         """Returns that of a number of one micro-batch of several: none is of all rows."""
         is_own = self.is_own or self.is_shared
         return self._replace(is_own=is_own, is_total=False, is_shared=False)
+
+    def beside(self, alone: "Scaling") -> "Scaling":
+        """Returns it with what is known of the same number if one of K workers has the rows of all.
+
+        That is K times a mean divided by K, and a Kth of a mean times K.
+        """
+        is_part = self.power == 0 and alone.power == 1 and alone.is_own
+        is_multiple = alone.power == -1 and (alone.is_own or len(alone.summed) > 0)
+        return self._replace(power=1 if is_part else self.power, is_multiple=self.is_multiple or is_multiple)

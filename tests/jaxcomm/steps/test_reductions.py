@@ -264,6 +264,7 @@ NEITHER = {
     "neighbours": lambda x: jnp.square(x[1:] - x[:-1]).mean(),
     "rows by their numbers": lambda x: x[np.array([0, 3])].mean(),
     "rows by a permutation of a fixed length": lambda x: x[jax.random.permutation(jax.random.key(0), ROWS)].mean(),
+    "rows by a permutation of NumPy's": lambda x: (x * x[np.random.default_rng(0).permutation(len(x))]).mean(),
     "rows from a place": lambda x: jax.lax.dynamic_slice_in_dim(x, jnp.array(1), 3).mean(),
     "all but the first row": lambda x: x.at[0].set(0).mean(),
     "rows that are weighed by number": lambda x: x.at[np.array([0, 3])].multiply(2).mean(),
@@ -291,6 +292,8 @@ MULTIPLES = {
     "a sum by own rows": lambda x: jax.lax.psum(x.sum(), "data") / x.size,
     "a sum by a factor": lambda x: jax.lax.psum(x.mean(-1).sum(), "data") * (1 / len(x)),
     "a mean of sums of rows": lambda x: jax.lax.psum(x, "data").mean(),
+    "a mean times the workers": lambda x: x.mean() * jax.lax.axis_size("data"),
+    "a sum by a pmean": lambda x: jax.lax.psum(x.sum(), "data") / jax.lax.pmean(jnp.square(x).sum(), "data"),
     "rows less a sum of means": lambda x: jnp.square(x - jax.lax.psum(x.mean(0), "data")).mean(),
 }
 ONE_NUMBER = {
@@ -347,6 +350,25 @@ def test_numbers_of_all_workers(name):
         assert [x for x in caught if "cannot be told to be" in str(x.message)] if name in OF_PARTS else not caught
 
 
+BY_WORKERS = {
+    "a mean": lambda x: x.mean() / jax.lax.psum(1, "data"),
+    "a sum by all rows": lambda x: x.sum() / (x.size * jax.lax.axis_size("data")),
+}
+
+
+@pytest.mark.parametrize("name", BY_WORKERS)
+def test_a_mean_by_the_workers(name):
+    function = BY_WORKERS[name]
+    train_step, state = foreign(lambda p, b: function(b["x"] * p["w"]))
+    step = jc.make_train_step(lambda p, b: function(b["x"] * p["w"]), jc.chain(jc.plump_dp(), TX), jc.make_mesh(data=K))
+    with pytest.raises(ValueError, match=r"must be a mean over rows, .* got a sum, .* 1/4 of those on one device"):
+        step(step.init(PARAMS), BATCH)
+    with pytest.raises(
+        ValueError, match=r"must be a mean over rows, .* got the gradient of a sum, .* 1/4 of that on one"
+    ):
+        jc.data_parallel(train_step, jc.make_mesh(data=K))(state, BATCH)
+
+
 @pytest.mark.parametrize("name", MULTIPLES | ONE_NUMBER)
 def test_sum_of_means(name):
     """It is K times the number of one device, and warns; what is the same number does not."""
@@ -359,7 +381,7 @@ def test_sum_of_means(name):
     )
     for call in calls:
         with (
-            pytest.warns(match="the sum over the workers of what is no sum")
+            pytest.warns(match="the sum over the workers of what is no sum|cannot be told to be a mean")
             if name in MULTIPLES
             else contextlib.nullcontext()
         ):
