@@ -116,7 +116,7 @@ def scalings(function: Callable[..., Any], rows: Sequence[Any], workers: int, ax
     typed = [jax.typeof(x) for x in rows]
     untracked = [ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in typed]
     has_one = any(aval.shape[0] == 1 for aval in typed)  # along one row a program may have other operations
-    numbers, out = list[Scaling](), None
+    numbers, out, one, avals, factor = list[Scaling](), None, None, typed, 1
     for factor in (1, 2, 4)[has_one:]:  # a layer may choose its way by the number of rows
         for avals in (typed, untracked):  # a loop may start with zeros that no type calls different by worker
             try:
