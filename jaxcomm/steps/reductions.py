@@ -479,10 +479,10 @@ class _Walk:
                 axes = _own_axes(one, two) if marks["is_shared"] else axes
                 if axes:
                     return _UNKNOWN._replace(**marks)
+            if _mixes_rows(one, two, axes):
+                return _UNKNOWN._replace(**marks)
             if name in _EXTREMES:
                 return _extreme(operands[0]) if axes else operands[0]._replace(constant=None)
-            if name == "conv_general_dilated" and not axes and _mixes_rows(one, two):
-                return _UNKNOWN._replace(**marks)
             number = _summed(operands, axes)
             if name != "reduce_sum":
                 return number
@@ -856,10 +856,13 @@ def _reduced_by_position(var: Any, second: Any, operand: Scaling, eqn: Any) -> S
     return _summed([operand], axes) if eqn.primitive.name in _SUMS else _extreme(operand)
 
 
-def _mixes_rows(one: PyTree, two: PyTree) -> bool:
-    """Returns whether a convolution slides along rows."""
-    spatial = one.params["dimension_numbers"].lhs_spec[2:]
-    return _rows_along(one, two, spatial) > 0
+def _mixes_rows(one: PyTree, two: PyTree, axes: int) -> bool:
+    """Returns whether a convolution that reduces so many axes of rows, or a window, slides along rows."""
+    if one.primitive.name == "conv_general_dilated":
+        return not axes and _rows_along(one, two, one.params["dimension_numbers"].lhs_spec[2:]) > 0
+    windows = [eqn.params.get("window_dimensions", ()) for eqn in (one, two)]
+    sliding = [axis for axis, sizes in enumerate(zip(*windows, strict=True)) if sizes[0] == sizes[1] > 1]
+    return _rows_along(one, two, sliding) > 0
 
 
 def _own_axes(one: PyTree, two: PyTree) -> int:

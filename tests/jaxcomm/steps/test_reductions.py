@@ -4,6 +4,7 @@ import contextlib
 import functools
 import warnings
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -264,6 +265,8 @@ NEITHER = {
     "neighbours": lambda x: jnp.square(x[1:] - x[:-1]).mean(),
     "rows by their numbers": lambda x: x[np.array([0, 3])].mean(),
     "rows by a permutation of a fixed length": lambda x: x[jax.random.permutation(jax.random.key(0), ROWS)].mean(),
+    "windows along rows": lambda x: jax.lax.reduce_window(x, 0.0, jax.lax.add, (2, 1), (1, 1), "SAME").mean(),
+    "the largest of windows along rows": lambda x: nn.max_pool(x[None], (2,), (2,)).mean(),
     "rows by a permutation of NumPy's": lambda x: (x * x[np.random.default_rng(0).permutation(len(x))]).mean(),
     "rows from a place": lambda x: jax.lax.dynamic_slice_in_dim(x, jnp.array(1), 3).mean(),
     "all but the first row": lambda x: x.at[0].set(0).mean(),
