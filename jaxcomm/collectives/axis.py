@@ -158,7 +158,7 @@ def other_axes(value: jax.Array, axis_name: AxisName) -> tuple[str, ...]:
     return tuple(sorted(set(jax.typeof(value).manual_axis_type.varying) - set(axis_names(axis_name))))
 
 
-def zeros_varying_as(shape: tuple[int, ...], dtype: Any, like: Any) -> jax.Array:
+def zeros_varying_as(shape: tuple[int, ...], dtype: Any, like: jax.Array) -> jax.Array:
     """Returns zeros that JAX takes to differ between workers wherever `like` does, as a loop's first carry must."""
     zeros = jnp.zeros(shape, dtype)
     names = tuple(jax.typeof(like).manual_axis_type.varying)
@@ -167,7 +167,9 @@ def zeros_varying_as(shape: tuple[int, ...], dtype: Any, like: Any) -> jax.Array
 
 def zeros_of(kind: jax.ShapeDtypeStruct) -> jax.Array:
     """Returns zeros of a shape from `jax.eval_shape`, which JAX takes to differ along the same axes."""
-    return zeros_varying_as(kind.shape, kind.dtype, kind)
+    zeros = jnp.zeros(kind.shape, kind.dtype)
+    names = () if kind.manual_axis_type is None else tuple(kind.manual_axis_type.varying)
+    return lax.pcast(zeros, names, to="varying") if names else zeros
 
 
 def at_positions(branches: Mapping[int, Callable[..., Any]], axis_name: AxisName, *args: Any) -> Any:
