@@ -51,19 +51,9 @@ _KEEP = frozenset(
         *("conj", "fft", "stop_gradient", "transpose", "unstack"),
     )
 )
-_JOIN = [
-    "add",
-    "add_any",
-    "clamp",
-    "complex",
-    "concatenate",
-    "dynamic_update_slice",
-    "max",
-    "min",
-    "pad",
-    "stack",
-    "sub",
-]
+_JOIN = (
+    *("add", "add_any", "clamp", "complex", "concatenate", "dynamic_update_slice", "max", "min", "pad", "stack", "sub"),
+)
 _LINEAR = _KEEP - {"abs"} | {
     *("add", "add_any", "complex", "concatenate", "cumsum", "dynamic_update_slice", "pad", "reduce_sum", "sub"),
     *("dynamic_slice", "gather", "scatter", "scatter-add", "select_n", "stack", "tile", "while"),
@@ -410,9 +400,11 @@ class _Walk:
                 operands = [operands[0]._replace(is_by_place=True)]
             return operands * len(one.outvars) if len(operands) == 1 else operands
         if name in COLLECTIVES and len(operands) == len(one.outvars):
-            reduced = map(_reduced_by_position, one.invars, two.invars, operands, [one] * len(operands))
-            have_rows = map(differs, one.outvars, two.outvars)
-            return [self._of_collective(one, *pair) for pair in zip(reduced, have_rows, strict=True)]
+            variables = zip(one.invars, two.invars, operands, one.outvars, two.outvars, strict=True)
+            return [
+                self._of_collective(one, _reduced_by_position(one, var, second, operand), differs(*outs))
+                for var, second, operand, *outs in variables
+            ]
         if name != "while":
             return [self._of_primitive(one, two, operands)] * len(one.outvars)
         try:
@@ -442,10 +434,11 @@ class _Walk:
         if name == "axis_index":
             return Scaling(is_of_worker=True)
         if name.startswith(("random_", "rng_")):
-            key, has_rows = operands[0], marks["is_by_place"] or any(map(differs, one.outvars, two.outvars))
+            key, is_of_rows = operands[0], any(map(differs, one.outvars, two.outvars))
+            has_rows = marks["is_by_place"] or is_of_rows
             # Noise of any row does; not that of a block of rows.
             is_of_block = name == "random_bits" and key.blocks > 0 and not key.is_own
-            marks["is_by_place"] = is_of_block and not any(map(differs, one.outvars, two.outvars))
+            marks["is_by_place"] = is_of_block and not is_of_rows
             is_of_own = marks["is_own"] if name == "random_fold_in" else key.is_own
             marks["is_alike"] |= has_rows and not (is_of_own or marks["is_of_worker"])
         if name == "mul" and -math.inf in powers:
@@ -455,22 +448,24 @@ class _Walk:
         if name == "add" and marks["is_of_worker"] and marks["is_by_place"] and not marks["is_own"]:
             return Scaling(is_of_worker=True)  # a row's place among those of all workers
         if name in _JOIN:
-            finite = {x.power for x in operands if abs(x.constant or 1) > TINY} - {-math.inf}
+            terms = [x for x in operands if abs(x.constant or 1) > TINY] or operands
+            finite = {x.power for x in terms} - {-math.inf}
             # The larger of a sum and 1 is a guard.
             is_sum = name in ("add", "add_any", "sub") or (
                 name in ("clamp", "max", "min") and min(finite, default=0) < 0
             )
             is_mixed = is_sum and len(finite) > 1 and marks["is_own"]
-            joined = _joined([x for x in operands if abs(x.constant or 1) > TINY] or operands)
+            joined = _joined(terms)
             return joined._replace(is_mixed=joined.is_mixed or is_mixed)
         if name in ("mul", "div"):
             return self._of_product(one, two, *operands)
         if name in ("scatter", "scatter-add"):
             start, _, updates = operands
-            axes = _reduced(one.invars[2:], two.invars[2:], one, two) if name == "scatter-add" else 0
-            if name == "scatter" and marks["is_own"] and _reduced(one.invars[2:], two.invars[2:], one, two):
+            axes = _reduced(one.invars[2:], two.invars[2:], one, two)
+            is_added = name == "scatter-add"
+            if axes and marks["is_own"] and not is_added:
                 return _UNKNOWN._replace(**marks)  # what any row has set
-            number = _joined([start, _summed([updates], axes)])._replace(is_own=marks["is_own"])
+            number = _joined([start, _summed([updates], axes if is_added else 0)])._replace(is_own=marks["is_own"])
             is_number = jnp.issubdtype(one.outvars[0].aval.dtype, jnp.floating)  # and no place itself
             return number._replace(is_by_place=number.is_by_place and is_number)
         if (axes := _reduced_axes(one, two)) is not None:
@@ -846,11 +841,9 @@ def _points_at_rows(one: PyTree, two: PyTree, places: Scaling) -> bool:
     return places.is_own and not places.is_by_place and _rows_along(one, two, indexed) > 0
 
 
-def _reduced_by_position(var: Any, second: Any, operand: Scaling, eqn: Any) -> Scaling:
+def _reduced_by_position(eqn: Any, var: Any, second: Any, operand: Scaling) -> Scaling:
     """Returns the scaling of what a collective inside `jax.vmap` is of: it reduces axes of the array as well."""
-    axes = len(
-        {axis for axis in eqn.params.get("axes", ()) if isinstance(axis, int)}.intersection(axes_of_rows(var, second))
-    )
+    axes = len(set(axes_of_rows(var, second)).intersection(eqn.params.get("axes", ())))  # others are names
     if not axes:
         return operand
     return _summed([operand], axes) if eqn.primitive.name in _SUMS else _extreme(operand)

@@ -288,6 +288,20 @@ def test_neither_a_mean_nor_a_sum(name):
         step(state, BATCH)
 
 
+def both_steps(function):
+    """The calls of a step by `data_parallel` and of one by `make_train_step`, with a function of rows as the loss."""
+
+    def loss(params, batch):
+        return function(batch["x"] * params["w"])
+
+    train_step, state = foreign(loss)
+    step = jc.make_train_step(loss, jc.chain(jc.plump_dp(), TX), jc.make_mesh(data=K))
+    return (
+        lambda: jc.data_parallel(train_step, jc.make_mesh(data=K))(state, BATCH),
+        lambda: step(step.init(PARAMS), BATCH),
+    )
+
+
 MULTIPLES = {
     "a mean": lambda x: jax.lax.psum(x.mean(), "data"),
     "a mean, in part": lambda x: x.mean() + 0.1 * jax.lax.psum(jnp.square(x).mean(), "data"),
@@ -295,7 +309,6 @@ MULTIPLES = {
     "a sum by own rows": lambda x: jax.lax.psum(x.sum(), "data") / x.size,
     "a sum by a factor": lambda x: jax.lax.psum(x.mean(-1).sum(), "data") * (1 / len(x)),
     "a mean of sums of rows": lambda x: jax.lax.psum(x, "data").mean(),
-    "a mean times the workers": lambda x: x.mean() * jax.lax.axis_size("data"),
     "a sum by a pmean": lambda x: jax.lax.psum(x.sum(), "data") / jax.lax.pmean(jnp.square(x).sum(), "data"),
     "rows less a sum of means": lambda x: jnp.square(x - jax.lax.psum(x.mean(0), "data")).mean(),
 }
@@ -340,17 +353,19 @@ OF_ALL = {
 def test_numbers_of_all_workers(name):
     """A mean of what is no mean over a worker's own rows warns; a function of a mean over all rows does not."""
     function = (OF_PARTS | OF_ALL)[name]
-    train_step, state = foreign(lambda p, b: function(b["x"] * p["w"]))
-    step = jc.make_train_step(lambda p, b: function(b["x"] * p["w"]), jc.chain(jc.plump_dp(), TX), jc.make_mesh(data=K))
-    calls = (
-        lambda: jc.data_parallel(train_step, jc.make_mesh(data=K))(state, BATCH),
-        lambda: step(step.init(PARAMS), BATCH),
-    )
-    for call in calls:
+    for call in both_steps(function):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             call()
         assert [x for x in caught if "cannot be told to be" in str(x.message)] if name in OF_PARTS else not caught
+
+
+def test_a_mean_times_the_workers():
+    by_data_parallel, by_train_step = both_steps(lambda x: x.mean() * jax.lax.axis_size("data"))
+    with pytest.warns(match="^loss: the sum over the workers of what is no sum"):
+        by_train_step()
+    with pytest.warns(match="cannot be told to be a mean over rows"):
+        by_data_parallel()
 
 
 BY_WORKERS = {
@@ -362,29 +377,20 @@ BY_WORKERS = {
 @pytest.mark.parametrize("name", BY_WORKERS)
 def test_a_mean_by_the_workers(name):
     function = BY_WORKERS[name]
-    train_step, state = foreign(lambda p, b: function(b["x"] * p["w"]))
-    step = jc.make_train_step(lambda p, b: function(b["x"] * p["w"]), jc.chain(jc.plump_dp(), TX), jc.make_mesh(data=K))
+    by_data_parallel, by_train_step = both_steps(function)
     with pytest.raises(ValueError, match=r"must be a mean over rows, .* got a sum, .* 1/4 of those on one device"):
-        step(step.init(PARAMS), BATCH)
-    with pytest.raises(
-        ValueError, match=r"must be a mean over rows, .* got the gradient of a sum, .* 1/4 of that on one"
-    ):
-        jc.data_parallel(train_step, jc.make_mesh(data=K))(state, BATCH)
+        by_train_step()
+    with pytest.raises(ValueError, match=r"must be a mean over rows, .* got the gradient of a sum, .* 1/4 of that on"):
+        by_data_parallel()
 
 
 @pytest.mark.parametrize("name", MULTIPLES | ONE_NUMBER)
 def test_sum_of_means(name):
     """It is K times the number of one device, and warns; what is the same number does not."""
     function = (MULTIPLES | ONE_NUMBER)[name]
-    train_step, state = foreign(lambda p, b: function(b["x"] * p["w"]))
-    step = jc.make_train_step(lambda p, b: function(b["x"] * p["w"]), jc.chain(jc.plump_dp(), TX), jc.make_mesh(data=K))
-    calls = (
-        lambda: jc.data_parallel(train_step, jc.make_mesh(data=K))(state, BATCH),
-        lambda: step(step.init(PARAMS), BATCH),
-    )
-    for call in calls:
+    for call in both_steps(function):
         with (
-            pytest.warns(match="the sum over the workers of what is no sum|cannot be told to be a mean")
+            pytest.warns(match="the sum over the workers of what is no sum")
             if name in MULTIPLES
             else contextlib.nullcontext()
         ):
