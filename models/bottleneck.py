@@ -7,7 +7,7 @@ Subspace Compression for Communication-Efficient Pipeline Parallelism", arXiv 26
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Any
 
 import jax
@@ -55,8 +55,26 @@ class Decoder(nnx.Module):
         return y if self.tokens is None else y + take_rows(self.anchors[...], self.tokens(batch)).astype(self.dtype)
 
 
+class Layers(nnx.Module):
+    """The last block of a stage, or the first of the next, where several arrays cross: a layer for each of them."""
+
+    def __init__(self, layers: Sequence[Encoder] | Sequence[Decoder]):
+        self.layers = nnx.List(layers)
+
+    def __call__(self, arrays: Any, batch: Batch) -> Any:
+        """Returns arrays in a tree like the one given."""
+        leaves, treedef = jax.tree.flatten(arrays)
+        return treedef.unflatten([layer(x, batch) for layer, x in zip(self.layers, leaves, strict=True)])
+
+
 def add_bottlenecks(
-    model: Model, cuts: Sequence[int], rank: int, batch: Any, *, tokens: Tokens | None = None, rngs: nnx.Rngs
+    model: Model,
+    cuts: Sequence[int],
+    rank: int,
+    batch: Any,
+    *,
+    tokens: Callable[[int], Sequence[Tokens]] | None = None,
+    rngs: nnx.Rngs,
 ) -> tuple[int, ...]:
     """Adds an encoder before every cut of a model, and a decoder after it.
 
@@ -65,26 +83,30 @@ def add_bottlenecks(
       cuts: the first block of every stage but the first, as for `models.functional.cut`.
       rank: r, the numbers that cross for a token, or for another place of an array (B, ..., d).
       batch: a batch, or its shapes.
-      tokens: (batch) -> the token at every place, (B, ...) int32, and the size of the vocabulary; None without anchors.
+      tokens: (cut) -> for the arrays that cross there, in the order of their leaves: (batch) -> the token at every
+        place, (B, ...) int32; and the size of the vocabulary. Arrays beyond those have no anchors.
       rngs: the source of the initial parameters.
 
     Returns:
       The new cuts.
 
     Raises:
-      ValueError: if more than one array crosses a cut, or it has fewer than `rank` features.
+      ValueError: if an array that crosses a cut has fewer than `rank` features.
     """
     x, blocks = None, []
     for stage, (first, last) in zip(cut(model, cuts)[:-1], pairwise([0, *cuts]), strict=True):
         blocks += model.blocks[first:last]
         x, _ = jax.eval_shape(partial(apply, stage.graph, training=False), stage.params, stage.stats, batch, x)
-        if not hasattr(x, "shape") or not 1 <= rank <= x.shape[-1]:
+        arrays = jax.tree.leaves(x)
+        if not all(1 <= rank <= array.shape[-1] for array in arrays):
             raise ValueError(
-                f"One array of at least rank={rank} features must cross where a bottleneck is; got "
+                f"Arrays of at least rank={rank} features must cross where a bottleneck is; got "
                 f"{jax.tree.map(jnp.shape, x)} before the block {last}. Cut elsewhere, or lower rank."
             )
-        encoder = Encoder(x.shape[-1], rank, dtype=x.dtype, rngs=rngs)
-        blocks += [encoder, Decoder(encoder, tokens)]
+        encoders = [Encoder(array.shape[-1], rank, dtype=array.dtype, rngs=rngs) for array in arrays]
+        anchors = [] if tokens is None else tokens(last)[: len(arrays)]
+        pairs = (encoders, [Decoder(*pair) for pair in zip_longest(encoders, anchors)])
+        blocks += [layers[0] if len(layers) == 1 else Layers(layers) for layers in pairs]
     model.blocks = nnx.List([*blocks, *model.blocks[cuts[-1] :]])
     return decoders(cuts)
 

@@ -1,9 +1,9 @@
 """Models by name, made for a dataset and cut into stages."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -49,17 +49,21 @@ def make_model(architecture: Architecture, info: DatasetInfo, dtype: str, seed: 
     if architecture.rank:
         batch = {name: jax.ShapeDtypeStruct((1, *shape), dtype) for name, (shape, dtype) in info.row_types().items()}
         key = jax.random.fold_in(nnx.Rngs(seed).params(), 1)  # other numbers than the model's own
-        add_bottlenecks(model, architecture.cuts, architecture.rank, batch, tokens=_tokens(info), rngs=nnx.Rngs(key))
+        tokens = _tokens(model, info)
+        add_bottlenecks(model, architecture.cuts, architecture.rank, batch, tokens=tokens, rngs=nnx.Rngs(key))
     return model
 
 
-def _tokens(info: DatasetInfo) -> Tokens | None:
-    """Returns the tokens that have anchors; of a translation those of the source, since one array crosses there."""
+def _tokens(model: Model, info: DatasetInfo) -> Callable[[int], Sequence[Tokens]] | None:
+    """Returns the tokens that have anchors, by cut; see `add_bottlenecks`."""
     match info:
         case TextInfo():
-            return lambda batch: batch["text"][:, :-1].astype(jnp.int32), info.vocabulary_size
+            return lambda _: [(lambda batch: batch["text"][:, :-1].astype(jnp.int32), info.vocabulary_size)]
         case TranslationInfo():
-            return lambda batch: batch["source"], info.vocabulary_size
+            source = (lambda batch: batch["source"], info.vocabulary_size)
+            target = (lambda batch: batch["target"][:, :-1], info.vocabulary_size)
+            embedding = 2 * cast(Transformer, model).layers + 1  # of the target
+            return lambda first: [source, target, target] if first > embedding else [source, source]
     return None
 
 
@@ -70,7 +74,7 @@ def with_bottlenecks(experiment: Experiment, info: DatasetInfo) -> Experiment:
     model = nnx.eval_shape(lambda: make_model(experiment.architecture, info, experiment.dtype, experiment.seed))
     cuts = choose_cuts(model, experiment.stages, experiment.cuts)
     if isinstance(model, Transformer) and experiment.cuts is None:
-        cuts = tuple(first + 1 for first in cuts)  # after the layer: two arrays cross after its ReLU
+        cuts = tuple(first + 1 for first in cuts)  # after the layer: another array crosses after its ReLU
     architecture = dataclasses.replace(experiment.architecture, cuts=cuts, rank=experiment.boundary.rank)
     return dataclasses.replace(experiment, architecture=architecture, cuts=decoders(cuts))
 

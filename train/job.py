@@ -1,6 +1,7 @@
 """What a run compiles: the train step, the evaluation, and the state that it starts with."""
 
 import math
+import statistics
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -301,9 +302,13 @@ def _pipeline(
 
 
 def _features(params: Any) -> float:
-    """Returns how many features of a token become one number at the end of a stage: 1 without a bottleneck."""
-    encoder = params[max(params)].get("encoder") if params else None
-    return 1.0 if encoder is None else encoder.shape[0] / encoder.shape[1]
+    """Returns how many features become one number at the end of a stage: 1 without a bottleneck.
+
+    Where several arrays cross, it is the mean over them, as if they had equally many places.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(params[max(params)] if params else None)
+    encoders = [x.shape for (*_, name), x in leaves if jax.tree_util.keystr((name,), simple=True) == "encoder"]
+    return statistics.fmean(features / rank for features, rank in encoders) if encoders else 1.0
 
 
 def _abstract(experiment: Experiment, info: DatasetInfo, dense: Callable[..., Any] | None = None) -> Any:

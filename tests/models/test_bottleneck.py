@@ -19,7 +19,8 @@ CUTS = (1, 2)  # of the GPT's embedding, two layers and logits
 
 def bottled(rank, tokens=TOKENS, cuts=CUTS, name="gpt"):
     model = make(name)
-    return model, add_bottlenecks(model, cuts, rank, make_batch(name), tokens=tokens, rngs=nnx.Rngs(0))
+    of_cut = tokens and (lambda _: [tokens])
+    return model, add_bottlenecks(model, cuts, rank, make_batch(name), tokens=of_cut, rngs=nnx.Rngs(0))
 
 
 def outputs(model, batch):
@@ -129,11 +130,32 @@ def test_image_models():
     assert (x.ndim, x.shape[-1]) == (4, 2)
 
 
+def test_several_arrays():
+    """In the decoder memory and target cross: each has layers of its own, and the anchors that are named for it."""
+    batch, model, whole = make_batch("transformer"), make("transformer"), make("transformer")
+    asked, source = [], (lambda batch: batch["source"], 11)
+
+    def tokens(cut):
+        asked.append(cut)
+        return [source]
+
+    assert add_bottlenecks(model, (3, 6), 8, batch, tokens=tokens, rngs=nnx.Rngs(0)) == (4, 9)
+    assert asked == [3, 6]
+    close(outputs(model, batch), outputs(whole, batch))  # all eight features cross
+    add_bottlenecks(whole, (6,), 3, batch, tokens=tokens, rngs=nnx.Rngs(0))
+    first, last = cut(whole, (7,))
+    crossed, _ = apply(first.graph, first.params, first.stats, batch, training=False)
+    assert [x.shape[-1] for x in jax.tree.leaves(crossed)] == [3, 3]
+    memory, target = last.params[7]["layers"].values()
+    assert memory["anchors"].shape == (11, 8)
+    assert list(target) == ["decoder"]
+
+
 @refusals(
     (lambda: bottled(9), "rank=9", "(4, 8, 8)", "the block 1"),
     (lambda: bottled(0), "rank=0"),
-    (lambda: bottled(2, None, (4,), "transformer"), "One array", "the block 4"),
+    (lambda: bottled(9, None, (2,), "transformer"), "rank=9", "8), (", "12))", "the block 2"),
 )
 def test_refusals(call, said):
-    """More than one array, and ranks that are none."""
+    """Ranks that are none, of one of several arrays too."""
     refused(call, *said)

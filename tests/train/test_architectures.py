@@ -123,6 +123,27 @@ def test_bottlenecks_of_a_transformer():
     assert chosen.architecture.cuts == (3,)
 
 
+def test_anchors_of_a_decoder():
+    """After a layer two arrays cross, before its end three: the source's, then the target's without its last token."""
+    experiment = dataclasses.replace(CONFIGS["transformer_catalogs"], stages=5, boundary=BoundaryFields(rank=16))
+    batch = {"source": np.array([[4, 7, 0]]), "target": np.array([[1, 5, 2]])}
+    anchors = np.arange(TRANSLATIONS.vocabulary_size)[:, None]
+    learned = with_bottlenecks(experiment, TRANSLATIONS)
+    assert learned.architecture.cuts == (3, 5, 8, 10)
+    for cuts, wide, sides in (
+        (None, (64, 64), ("source", "target")),
+        ((2, 4, 7, 9), (64, 64, 128), ("source", "target", "target")),
+    ):
+        learned = with_bottlenecks(dataclasses.replace(experiment, cuts=cuts), TRANSLATIONS)
+        decoders = make_model(learned.architecture, TRANSLATIONS, "float32", 0).blocks[learned.cuts[2]].layers
+        for decoder, width, side in zip(decoders, wide, sides, strict=True):
+            decoder.anchors[...] = anchors * np.ones(width)
+            tokens = batch["source"] if side == "source" else batch["target"][:, :-1]
+            np.testing.assert_array_equal(
+                decoder(np.zeros((*tokens.shape, 16)), batch), (anchors * np.ones(width))[tokens]
+            )
+
+
 def test_even_cuts_of_a_dlrm():
     assert choose_cuts(make("dlrm", CLICKS, bottom=(8,), top=(8,)), 2, None) == (2,)  # 5 blocks
     assert choose_cuts(make("dlrm", CLICKS), 5, None) == (2, 4, 5, 7)  # 9 blocks; the paper has no five stages
