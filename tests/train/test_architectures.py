@@ -135,6 +135,7 @@ def test_anchors_of_a_decoder():
         ((2, 4, 7, 9), (64, 64, 128), ("source", "target", "target")),
     ):
         learned = with_bottlenecks(dataclasses.replace(experiment, cuts=cuts), TRANSLATIONS)
+        assert learned.cuts is not None
         decoders = make_model(learned.architecture, TRANSLATIONS, "float32", 0).blocks[learned.cuts[2]].layers
         for decoder, width, side in zip(decoders, wide, sides, strict=True):
             decoder.anchors[...] = anchors * np.ones(width)
