@@ -8,17 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from models.attention import positions
-from models.transformer import (
-    BEGIN,
-    END,
-    PADDING,
-    Contraction,
-    DecoderAttention,
-    Embedding,
-    Logits,
-    TargetEmbedding,
-    TiedDecoder,
-)
+from models.bottleneck import Layers
+from models.transformer import BEGIN, END, PADDING, DecoderAttention, Embedding, Logits, TargetEmbedding, TiedDecoder
 
 
 class Decoder(NamedTuple):
@@ -27,13 +18,13 @@ class Decoder(NamedTuple):
     Attributes:
       encoder: the encoder's blocks.
       embedding: the target embedding.
-      layers: the two halves of every decoder layer.
+      blocks: the two halves of every decoder layer, and bottlenecks between them.
       logits: (B, T, width) -> (B, T, tokens).
     """
 
     encoder: Sequence[Any]
     embedding: Embedding
-    layers: Sequence[tuple[DecoderAttention, Contraction]]
+    blocks: Sequence[Any]
     logits: Callable[[jax.Array], jax.Array]
 
 
@@ -99,22 +90,33 @@ def beam_search(
     for block in decoder.encoder:
         x = block(x, {"source": source})
     memory = jnp.repeat(x, K, axis=0)  # (B K, S, width)
-    batch = {"source": jnp.repeat(source, K, axis=0)}  # (B K, S)
-    cross = [attention.cross.keys_values(memory) for attention, _ in decoder.layers]
+    sources, cross = {"source": jnp.repeat(source, K, axis=0)}, []  # (B K, S)
     places = jnp.asarray(positions(L, memory.shape[-1]))  # (L, width)
+    for block in decoder.blocks:
+        if isinstance(block, DecoderAttention):
+            cross.append(block.cross.keys_values(memory))
+        elif isinstance(block, Layers):
+            memory = block.layers[0](memory, sources)
 
     def predict(tokens: jax.Array, step: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
         """Returns log-probabilities (B K, tokens) of the token after the last ones (B K,), and the new cache."""
         y = decoder.embedding(tokens[:, None], lax.dynamic_slice_in_dim(places, step, 1))  # (B K, 1, width)
-        before, new_cache = jnp.arange(L) <= step, []
-        for (attention, contraction), keys_values, cross_values in zip(decoder.layers, cache, cross, strict=True):
-            keys_values = tuple(
-                lax.dynamic_update_slice_in_dim(old, new, step, axis=1)
-                for old, new in zip(keys_values, attention.own.keys_values(y), strict=True)
-            )
-            new_cache.append(keys_values)
-            y = contraction(attention.attend(y, keys_values, before, cross_values, batch), batch)
-        return jax.nn.log_softmax(decoder.logits(y)[:, 0]), new_cache
+        batch = sources | {"target": jnp.stack([tokens, tokens], axis=1)}  # the last one is not read
+        arrays, before, new_cache = (y,), jnp.arange(L) <= step, []
+        for block in decoder.blocks:
+            if isinstance(block, DecoderAttention):
+                layer = len(new_cache)
+                keys, values = (
+                    lax.dynamic_update_slice_in_dim(old, new, step, axis=1)
+                    for old, new in zip(cache[layer], block.own.keys_values(arrays[0]), strict=True)
+                )
+                new_cache.append((keys, values))
+                arrays = block.attend(arrays[0], (keys, values), before, cross[layer], batch)
+            elif isinstance(block, Layers):
+                arrays = tuple(layer(x, batch) for layer, x in zip(block.layers[1:], arrays, strict=True))
+            else:
+                arrays = (block(arrays, batch),)
+        return jax.nn.log_softmax(decoder.logits(arrays[0])[:, 0]), new_cache
 
     def go_on(search: Search) -> Search:
         step = search.step
@@ -166,5 +168,4 @@ def _parts(blocks: Sequence[Any]) -> Decoder:
             )
         start = starts[0]
         encoder, target, layers, logits = blocks[:start], blocks[start], blocks[start + 1 : -1], last.logits
-    pairs = list(zip(layers[::2], layers[1::2], strict=True))
-    return Decoder(encoder, target.embedding, pairs, logits)
+    return Decoder(encoder, target.embedding, layers, logits)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from models.beam_search import beam_search
+from models.bottleneck import add_bottlenecks
 from models.functional import apply, cut, merge, split
 from models.transformer import Transformer
 from tests.models.twins import filled, make
@@ -19,15 +20,27 @@ WORDS = [words for n in range(L) for words in itertools.product((3, 4), repeat=n
 
 
 @cache
-def small(tied):
-    """Five target tokens, of which two are words, so that there are 1 + 2 + 4 + 8 translations."""
-    return split(filled(partial(Transformer, 7, 5, layers=1 if tied else 2, width=8, hidden=12, heads=2, tied=tied)))
+def small(tied, is_narrow=False):
+    """Five target tokens, of which two are words, so that there are 1 + 2 + 4 + 8 translations.
+
+    A narrow one has bottlenecks, before and after layers of the encoder and the decoder, and inside of one.
+    """
+    make = partial(Transformer, 7, 5, layers=1 if tied else 2, width=8, hidden=12, heads=2, tied=tied)
+    return split(filled(partial(narrowed, make) if is_narrow else make))
+
+
+def narrowed(make, rngs):
+    model, batch = make(rngs=rngs), {"source": SOURCE, "target": jnp.ones((3, L + 1), jnp.int32)}
+    source, target = (lambda batch: batch["source"], 7), (lambda batch: batch["target"][:, :-1], 5)
+    tokens = {3: [source], 6: [source, target], 7: [source, target, target], 10: [source, target]}
+    add_bottlenecks(model, tuple(tokens), 4, batch, tokens=tokens.__getitem__, rngs=rngs)
+    return model
 
 
 @cache
-def what_comes_next(tied):
+def what_comes_next(*kind):
     """The whole model's log-probabilities (5,) of the token after any words, for every source."""
-    graph, params, stats = small(tied)
+    graph, params, stats = small(*kind)
     targets = np.zeros((len(WORDS), L + 1), np.int32)
     for row, words in zip(targets, WORDS, strict=True):
         row[: len(words) + 1] = (1, *words)
@@ -57,8 +70,8 @@ def every_step(log_p, beam, penalty):
     return sorted(ended, reverse=True)[:beam]
 
 
-def search(tied, **options):
-    graph, params, stats = small(tied)
+def search(*kind, **options):
+    graph, params, stats = small(*kind)
 
     @jax.jit
     def run(params):
@@ -83,10 +96,10 @@ def test_full_beams():
     assert winners >= {(False, (2, 0, 0, 0)), (False, (3, 3, 3, 2))}  # the penalty matters
 
 
-@pytest.mark.parametrize(("beam", "penalty"), [(1, 3.0), (3, 3.0)])
-def test_narrow_beams(beam, penalty):
-    _, scores = search(False, beam=beam, length_penalty=penalty)
-    expected = [every_step(log_p, beam, penalty) for log_p in what_comes_next(False)]
+@pytest.mark.parametrize(("beam", "is_narrow"), [(1, False), (3, False), (3, True)])
+def test_narrow_beams(beam, is_narrow):
+    _, scores = search(False, is_narrow, beam=beam, length_penalty=3.0)
+    expected = [every_step(log_p, beam, 3.0) for log_p in what_comes_next(False, is_narrow)]
     np.testing.assert_allclose(scores, expected, rtol=1e-4)
 
 
