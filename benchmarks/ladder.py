@@ -80,7 +80,7 @@ METHODS = {
     "powersgd_start": Entry("`powersgd(4)`, 10% dense", gpt.METHODS["powersgd"], start=0.1, rungs=2),
     "topk": Entry("`topk(0.99)`", gpt.METHODS["topk"]),
     "topk_start": Entry("`topk(0.99)`, 10% dense", gpt.METHODS["topk"], start=0.1, rungs=2),
-    "dct_dp": Entry("`dct_dp(0.99)`, `life_span` of 100", gpt.METHODS["dct_dp"]),
+    "dct_dp": Entry("`dct_dp(0.99)`", gpt.METHODS["dct_dp"]),
     "demo": Entry("`demo(32)`", Demo(k=32), "sign"),
     "quant_dp": Entry("`quant_dp(8)`", QuantDp(bits=8)),
     "local_sgd": Entry("DiLoCo: `local_sgd(30)`", LocalSgd(steps=30)),
@@ -408,7 +408,7 @@ class Ladder:
     def tables(self) -> dict[str, list[Record]]:
         """Returns the tables of what is recorded, by title."""
         tables = {}
-        for rung in self.rungs[:-1]:
+        for rung in self.rungs[: self.config.searches]:
             tried = {name: rates for name in self.entries if (rates := self._tried(rung, name))}
             shown = [rate for rate in self.rates if any(rate in rates for rates in tried.values())]
             rows = [self._sweep(rung, name, shown) for name in tried]
@@ -417,12 +417,9 @@ class Ladder:
                 tables[title] = rows
         done = [rung for rung in self.rungs if self.final(rung, BASELINE)]
         if done:
-            tables["Loss of the best rate, minus the baseline's"] = [
-                self._gaps(done, name) for name in self.entries if self.final(done[0], name)
-            ]
-            tables[f"Bytes and time, {done[-1].size:,} parameters"] = [
-                self._costs(done[-1], name) for name in self.entries if self.final(done[-1], name)
-            ]
+            title = f"Loss of the best rate, minus the baseline's; bytes and time with {done[-1].size:,} parameters"
+            rows = [name for name in self.entries if self.final(done[0], name)]
+            tables[title] = [self._gaps(done, name) | self._costs(done[-1], name) for name in rows]
         prediction = self.records.find(self._key("prediction", self.rungs[-1]))
         if prediction is not None:
             title = f"Predicted for {self.rungs[-1].size:,} parameters on {prediction['day']}, and measured"
@@ -473,9 +470,10 @@ class Ladder:
         return self.runs(rung, name, self.best(rung, name) or 0.0)
 
     def _costs(self, rung: Rung, name: str) -> Record:
+        if not self.final(rung, name):
+            return {}
         own, dense = (self._best_runs(rung, n)[0]["bytes_per_step"] for n in (name, BASELINE))
-        row: Record = {"method": self.entries[name].label, "bytes a step": round(own)}
-        row |= {"fewer than dense": round(dense / own, 1)}
+        row: Record = {"bytes a step": round(own), "fewer than dense": round(dense / own, 1)}
         timed = self.records.find(self._key("worker's step", rung, name))
         if self.is_cut or not self.records.find(self._key("worker's step", rung, BASELINE)):
             return row  # boundaries are not timed here, and other methods after the rung is trained
