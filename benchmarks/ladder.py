@@ -21,6 +21,7 @@ Time at --rate is computed: the bytes that a worker receives at that rate, and a
 is timed on this machine without the others.
 """
 
+import itertools
 import json
 import math
 import statistics
@@ -418,8 +419,9 @@ class Ladder:
         done = [rung for rung in self.rungs if self.final(rung, BASELINE)]
         if done:
             title = f"Loss of the best rate, minus the baseline's; bytes and time with {done[-1].size:,} parameters"
-            rows = [name for name in self.entries if self.final(done[0], name)]
-            tables[title] = [self._gaps(done, name) | self._costs(done[-1], name) for name in rows]
+            costs = {name: self._costs(done[-1], name) for name in self.entries if self.final(done[0], name)}
+            absent = dict.fromkeys(itertools.chain(*costs.values()))  # of what is not trained on all rungs
+            tables[title] = [self._gaps(done, name) | absent | row for name, row in costs.items()]
         prediction = self.records.find(self._key("prediction", self.rungs[-1]))
         if prediction is not None:
             title = f"Predicted for {self.rungs[-1].size:,} parameters on {prediction['day']}, and measured"
