@@ -409,7 +409,7 @@ class Ladder:
     def tables(self) -> dict[str, list[Record]]:
         """Returns the tables of what is recorded, by title."""
         tables = {}
-        for rung in self.rungs[: self.config.searches]:
+        for rung in self.rungs[:-1][: self.config.searches]:
             tried = {name: rates for name in self.entries if (rates := self._tried(rung, name))}
             shown = [rate for rate in self.rates if any(rate in rates for rates in tried.values())]
             rows = [self._sweep(rung, name, shown) for name in tried]
