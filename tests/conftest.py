@@ -25,10 +25,11 @@ os.environ.setdefault(
 )
 
 # The tests spend their time on compiling. The processes of pytest-xdist, and those that tests start, inherit this
-# folder from the first one, so that each program is compiled by only one of them.
+# folder from the first one, so that each program is compiled by only one of them. A run that is given a folder finds
+# there what the runs before it have compiled.
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jaxcomm-tests-")
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
 import hypothesis
