@@ -120,12 +120,14 @@ def test_stages(tmp_path):
 @pytest.mark.slow
 def test_a_small_model(tmp_path):
     sizes = "--experiment gpt_stdlib --layers 1 --width 8 --steps 4 --evaluations 2 --batch 4 --workers 2 --seeds 1"
-    path = tmp_path / "gpt.json"
-    for options in (["--hosts", "2", "--rate", "none", "--timed-steps", "2"], ["--rate", "none", "--timed-steps", "2"]):
-        out, _ = run("gpt", *sizes.split(), "--json", str(path), *options, timeout=600)
+    names, path = ["dense", "bfloat16", "dct_dp", "muloco"], tmp_path / "gpt.json"
+    options = ["--methods", ",".join(names), "--rate", "none", "--timed-steps", "2"]
+    for hosts in (["--hosts", "2"], []):
+        out, _ = run("gpt", *sizes.split(), "--json", str(path), *options, *hosts, timeout=600)
     records = json.loads(path.read_text())
-    assert [record["of"] for record in records] == ["gpt step"] * len(METHODS) + ["run"] * len(METHODS)
+    assert [record["of"] for record in records] == ["gpt step"] * len(names) + ["run"] * len(names)
     rows = rows_of(out)
+    assert list(rows) == names
     dense, half = (float(rows[name]["bytes_per_step"].replace(",", "")) for name in ("dense", "bfloat16"))
     assert half == pytest.approx(dense / 2, rel=0.02)
     assert all(float(row["seconds"]) > 0 for row in rows.values())
