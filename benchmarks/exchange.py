@@ -134,7 +134,7 @@ def earlier_rounds(config: Config) -> list[list[Row]]:
     """Returns the rounds that the file of other days has.
 
     Raises:
-      ValueError: for rounds of other methods, rates or hosts, under another congestion control or on other links.
+      ValueError: for rounds of other methods, bytes, rates, hosts or links, or under another congestion control.
     """
     check_file("--days", config.days)
     if config.days is None or not config.days.exists():
@@ -145,14 +145,21 @@ def earlier_rounds(config: Config) -> list[list[Row]]:
         conditions = lab.conditions()
     check_control([*rows, conditions])
     links = {"hosts": config.hosts, **{name: conditions[name] for name in LINKS}}
-    asked = [{"method": method, "rate": rate, **links} for method in methods for rate in rates]
+    like = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes_of(config.shapes)]
+    exchanges = {method: METHODS[method](config.sparsity) for method in methods}
+    sent = {method: jc.wire_report(tx, like, config.hosts).received for method, tx in exchanges.items()}
+    asked = [
+        {"method": method, "rate": rate, "bytes_predicted": sent[method], **links}
+        for method in methods
+        for rate in rates
+    ]
     rounds = [list(group) for _, group in itertools.groupby(rows, lambda row: row["round"])]
     for round_rows in rounds:
         had = [{name: row[name] for name in asked[0]} for row in round_rows]
         for row, key in itertools.zip_longest(had, asked):
             if row != key:
                 raise ValueError(
-                    "--days must be a file of rounds of the same methods, rates, hosts and links; got one with "
+                    "--days must be a file of rounds of the same methods, bytes, rates, hosts and links; got one with "
                     f"{row} in the place of {key}. Name another file."
                 )
     return rounds

@@ -6,7 +6,8 @@ runs three sweeps of `benchmarks.exchange`: more parameters (one vector, 2 hosts
 1% kept) and other densities (10M parameters, 4 hosts), and draws all of them as one figure. Every measured quantity is
 compared with its law: bytes are those of `wire_report`; time is the time of these bytes on the link, plus a time
 proportional to the parameters; memory is proportional to the parameters; compile time is constant. The free constants
-of the laws, one per quantity and method, are medians over a sweep. Rows that a file has are not measured again.
+of the laws, one per quantity and method, are medians over a sweep. Rows that a file has are not measured again; those
+of other settings stay in it, and are not shown.
 """
 
 import json
@@ -22,8 +23,10 @@ from typing import Any
 
 from benchmarks import harness
 from benchmarks.conditions import check_control, heading
+from jaxcomm.planner.links import bits_per_second
 from train.figures import label_ends
-from train.tables import print_table, write_records
+from train.records import Record, Records
+from train.tables import print_table
 
 FIGURE = Path(__file__).parents[1] / "docs" / "figures" / "growth.png"
 HELD = 12  # copies of the gradient that a host holds at most, by `benchmarks.exchange`, with a margin
@@ -57,21 +60,23 @@ class Config:
 def main(config: Config) -> None:
     """Measures what the file does not have, prints the tables, and draws the figure."""
     harness.check_run(config.rate, config.steps)
-    records = json.loads(config.json.read_text()) if config.json is not None and config.json.exists() else []
-    sweeps = _sweeps(config)
-    for sweep, settings in sweeps.items():
+    if config.rate != "none":
+        bits_per_second(config.rate)  # the law is of one rate
+    records, rows = Records(config.json), list[Record]()
+    for sweep, settings in _sweeps(config).items():
+        own = list[Record]()
         for size, hosts, density in settings:
             setting = {"sweep": sweep, "parameters": size, "hosts": hosts, "density": density, "rate": config.rate}
-            methods = _methods_to_run(config, setting, records)
-            for method in methods if _fits(size, hosts) else ():
-                row = setting | _measure(config, setting, method)
-                check_control([*records, row])
-                records.append(row)
-                write_records(config.json, records)
-    for sweep in sweeps:
-        rows = [_against_law(row, records) for row in records if row["sweep"] == sweep]
-        print_table(heading(f"Growth with {sweep}", [row for row in records if row["sweep"] == sweep]), rows)
-    draw(config.figure, records)
+            # Dense methods need only one density.
+            dense = {row["method"] for row in own if sweep == "density" and not _is_sparse(row["method"])}
+            for method in config.method.split(",") if _fits(size, hosts) else ():
+                key = {**setting, "method": method, "steps": config.steps}
+                if method not in dense:
+                    own.append(records.get(key, lambda key=key: _measure(config, key)))
+                    check_control([*rows, *own])
+        rows += own
+        print_table(heading(f"Growth with {sweep}", own), [_against_law(row, own) for row in own])
+    draw(config.figure, rows)
 
 
 def _sweeps(config: Config) -> dict[str, list[tuple[int, int, float]]]:
@@ -90,14 +95,6 @@ def _sweeps(config: Config) -> dict[str, list[tuple[int, int, float]]]:
     }
 
 
-def _methods_to_run(config: Config, setting: dict[str, Any], records: Sequence[dict[str, Any]]) -> list[str]:
-    """Returns the methods that have no row yet; dense methods need only one density."""
-    measured_methods = {row["method"] for row in records if all(row[key] == value for key, value in setting.items())}
-    dense_methods = {row["method"] for row in records if row["sweep"] == "density" and not _is_sparse(row["method"])}
-    skipped = measured_methods | (dense_methods if setting["sweep"] == "density" else set())
-    return [method for method in config.method.split(",") if method not in skipped]
-
-
 def _is_sparse(method: str) -> bool:
     return not method.startswith(("plump_dp", "sign", "quant_dp", "terngrad"))
 
@@ -111,36 +108,35 @@ def _fits(size: int, hosts: int) -> bool:
     return demand <= memory
 
 
-def _measure(config: Config, setting: dict[str, Any], method: str) -> dict[str, Any]:
+def _measure(config: Config, setting: Record) -> Record:
     """Times a method, in processes of its own: a host's keep what they have freed."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "records.json"
         command = [sys.executable, "-m", "benchmarks.exchange", "--json", str(path), "--rate", config.rate]
         command += ["--shapes", str(setting["parameters"]), "--hosts", str(setting["hosts"]), "--steps"]
-        command += [str(config.steps), "--sparsity", str(1 - setting["density"]), "--method", method]
+        command += [str(config.steps), "--sparsity", str(1 - setting["density"]), "--method", setting["method"]]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode:
             raise ValueError(f"{' '.join(command[1:])} failed: {result.stderr[-2000:]}")
         (record,) = json.loads(path.read_text())
-    size, hosts, density = (setting[name] for name in ("parameters", "hosts", "density"))
+    size, hosts, density, method = (setting[name] for name in ("parameters", "hosts", "density", "method"))
     print(f"{size:,} parameters, {hosts} hosts, {density:.1%}: {method} {record['ms_median']:.0f} ms", flush=True)
     return record | {"held_bytes": 4 * size * record["sizes_held"]}
 
 
 def _against_law(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Returns what a row measured, and each quantity divided by its law."""
-    law = _law(row, rows)
-    columns = {key: row[key] for key in ("method", "parameters", "hosts", "density", *COLUMNS)}
-    return columns | {f"{column}_by_law": row[column] / law[column] for column in COLUMNS if law[column]}
+    law, columns = _law(row, rows), {key: row[key] for key in ("method", "parameters", "hosts", "density", *COLUMNS)}
+    ratios = {name: law[name] and row[name] is not None and row[name] / law[name] for name in COLUMNS}
+    return columns | {f"{name}_by_law": ratio or None for name, ratio in ratios.items()}
 
 
 def _law(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> dict[str, float | None]:
     """Returns what the laws predict for a row, given all rows; see the module's docstring."""
-    rate = {"mbit": 1e6, "gbit": 1e9}.get(row["rate"][-4:])
     like = [record for record in rows if (record["sweep"], record["method"]) == (row["sweep"], row["method"])]
 
     def wire(record: dict[str, Any]) -> float:
-        return 0.0 if rate is None else 8e3 * record["bytes_predicted"] / (float(record["rate"][:-4]) * rate)
+        return 0.0 if record["rate"] == "none" else 8e3 * record["bytes_predicted"] / bits_per_second(record["rate"])
 
     cost = statistics.median((record["ms_median"] - wire(record)) / record["parameters"] for record in like)
     held_per_parameter = statistics.median(record["held_bytes"] / record["parameters"] for record in like)

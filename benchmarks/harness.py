@@ -95,9 +95,9 @@ def run(
 
 def report(path: Path | None, *tables: tuple[str, Sequence[Row]]) -> None:
     """Prints tables, each with a title and the conditions of its rows, and writes the rows of all where asked."""
+    write_records(path, [row for _, rows in tables for row in rows])
     for title, rows in tables:
         print_table(*headed(title, rows))
-    write_records(path, [row for _, rows in tables for row in rows])
 
 
 def choose(methods: Mapping[str, Any], names: Sequence[str], option: str = "--methods") -> dict[str, Any]:
@@ -177,6 +177,9 @@ def on_hosts(
       kernel: as for `merge_rows`.
       sums: as for `merge_rows`.
 
+    Returns:
+      The rows; with the rate "none" on loopback, whatever was asked for.
+
     Raises:
       SystemExit: if a host fails, with its stderr.
     """
@@ -203,7 +206,12 @@ def on_hosts(
 def _serve_rates(lab: Lab, folder: Path, stop: threading.Event) -> None:
     while not stop.is_set():
         for request in folder.glob("*.want"):
-            lab.set_rate(request.read_text())
+            try:
+                lab.set_rate(request.read_text())
+            except Exception as error:  # the hosts must not wait for ever
+                request.write_text(f"{type(error).__name__}: {error}")
+                request.rename(request.with_suffix(".failed"))
+                continue
             request.rename(request.with_suffix(".set"))
         time.sleep(0.02)
 
@@ -345,7 +353,11 @@ class Control:
         multihost_utils.sync_global_devices("benchmark")
 
     def set_rate(self, rate: str) -> None:
-        """Changes the rate of all links of a lab."""
+        """Changes the rate of all links of a lab.
+
+        Raises:
+          ValueError: if the lab cannot, with its reason.
+        """
         if self.folder is None:
             return
         self.requests += 1
@@ -357,6 +369,8 @@ class Control:
             draft.write_text(rate)
             draft.rename(request)
         while not request.with_suffix(".set").exists():
+            if (failed := request.with_suffix(".failed")).exists():
+                raise ValueError(f"--rate must be one that the lab can set; got {rate!r}: {failed.read_text()}")
             time.sleep(0.02)
         self.barrier()
 

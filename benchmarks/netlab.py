@@ -231,11 +231,14 @@ class Lab:
                 raise OSError(f"the switch with a delay said {line + self._relay.stdout.read()!r}")
 
     def conditions(self) -> dict[str, Any]:
-        """Returns what a timed record says of its lab (see `benchmarks.conditions`); measures the machine's speed."""
+        """Returns what a timed record says of its lab (see `benchmarks.conditions`); measures the machine's speed.
+
+        On loopback, which obeys none of them, links have no delay, and no rate whatever was asked for.
+        """
         delay, jitter = (f"{1e3 * seconds:g}ms" if seconds else "none" for seconds in (self._delay, self._jitter))
         shares = "/".join(f"{share:.3g}" for share in self._shares) if any(self._shares) else "none"
         obeyed = {"delay": delay, "jitter": jitter, "shares": shares}
-        obeyed = obeyed if self.isolated else dict.fromkeys(obeyed, "none")
+        obeyed = obeyed if self.isolated else dict.fromkeys((*obeyed, "rate"), "none")
         return {"control": self.congestion_control, **obeyed, **machine()}
 
     def set_rate(self, rate: str | None) -> None:

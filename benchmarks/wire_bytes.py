@@ -4,8 +4,8 @@
     python -m benchmarks.wire_bytes docs/data/dct_flights.json docs/data/dct_movielens.json --data-dir FOLDER
 
 Bytes follow from shapes alone, so that a new code of positions does not need a new run. What a kernel or a compiler
-counted is a measurement, and stays. Rows of `benchmarks.dct`, `benchmarks.exchange`, `benchmarks.growth` and
-`benchmarks.density` are known; others stay.
+counted is a measurement, and stays. Rows of `benchmarks.dct`, `benchmarks.growth`, `benchmarks.density` and, if they
+name their shapes, of `benchmarks.exchange` are known; others stay.
 """
 
 import json
@@ -74,7 +74,8 @@ def current(record: Record, records: Sequence[Record], data_dir: Path | None = N
         ]
         publishers = [int(name.split("_")[1]) for name in record if name.startswith("shared_")]
         return density.bytes_of(record["workers"], record["kept"], publishers, hops)
-    if {"bytes_predicted", "hosts", "method"} <= record.keys():
+    is_of_shapes = "shapes" in record or {"parameters", "density"} <= record.keys()
+    if {"bytes_predicted", "hosts"} <= record.keys() and is_of_shapes and record.get("method") in exchange.METHODS:
         return _of_exchange(record)
     return {}
 
@@ -105,7 +106,7 @@ def _of_exchange(record: Record) -> Record:
     import jaxcomm as jc
 
     sparsity = 1 - record["density"] if "density" in record else record.get("sparsity", exchange.Config.sparsity)
-    shapes = shapes_of(str(record.get("parameters", record.get("shapes", exchange.Config.shapes))))
+    shapes = shapes_of(str(record.get("parameters", record.get("shapes"))))
     like = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     tx = exchange.METHODS[record["method"]](round(sparsity, 6))
     return _rounded(record, {"bytes_predicted": jc.wire_report(tx, like, record["hosts"]).received})

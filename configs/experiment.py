@@ -247,6 +247,11 @@ def check(experiment: Experiment, num_processes: int) -> None:
             f"The first drop must come after the warm-up; got --drop-at {experiment.drop_at[0]} with --warmup-steps "
             f"{experiment.warmup_steps}. Drop later, or warm up for fewer steps."
         )
+    if experiment.error_budget is not None and not (experiment.advise and experiment.plan):
+        raise ValueError(
+            f"--error-budget must go with --advise and --plan; got {experiment.error_budget:g} without both. Give "
+            "them, or leave it out."
+        )
     _check_layout(experiment)
     _check_rounds(experiment, num_processes)
     try:
@@ -313,21 +318,22 @@ def _check_layout(experiment: Experiment) -> None:
     layout = experiment.layout
     if not any(layout.keys() <= together for together in LAYOUTS):
         raise ValueError(
-            f"A model must be split in one way; got {_shown(layout)}. --slices goes with one of --fsdp, "
+            f"A model must be split in one way; got {shown(layout)}. --slices goes with one of --fsdp, "
             "--model-parallel and --delay, and --compress with --delay: leave the others out (--dense-layers and "
             "--embeddings take exchange, --compress an empty text)."
         )
     if layout.keys() & PIPELINE and experiment.stages == 1:
         raise ValueError(
             "--micro-batches, --cuts, --pipeline-schedule and --boundary must go with a pipeline; got "
-            f"{_shown(layout)} with --stages 1. Give --stages as well."
+            f"{shown(layout)} with --stages 1. Give --stages as well."
         )
 
 
 def _check_rounds(experiment: Experiment, num_processes: int) -> None:
     if experiment.rounds is None:
-        if experiment.worker is not None:
-            raise ValueError(f"--worker must go with --rounds; got {experiment.worker!r} alone. Give --rounds URL too.")
+        for name in ("worker", "quorum"):
+            if (value := getattr(experiment, name)) != getattr(Experiment, name):
+                raise ValueError(f"{_option(name)} must go with --rounds; got {value!r} alone. Give --rounds URL too.")
         return
     others = {name: value for name, value in experiment.layout.items() if name != "fsdp"}
     for name in ("plan", "advise", "resume", "restarts", "min_workers", "tensorboard"):
@@ -336,7 +342,7 @@ def _check_rounds(experiment: Experiment, num_processes: int) -> None:
     if others or num_processes > 1:
         raise ValueError(
             "--rounds must go with one process a worker, that holds the whole model or shards it by --fsdp, and starts "
-            f"again by itself; got {_shown(others) or f'{num_processes} processes'}. Leave the others out."
+            f"again by itself; got {shown(others) or f'{num_processes} processes'}. Leave the others out."
         )
     if isinstance(experiment.method, LocalSgd | SparseLoco):
         method = experiment.method
@@ -367,14 +373,15 @@ def _check_min_workers(experiment: Experiment) -> None:
     if parts:
         raise ValueError(
             "--min-workers must go with workers that each hold the whole model, since a worker that is gone takes its "
-            f"part along; got {_shown(parts)}. Leave --min-workers out."
+            f"part along; got {shown(parts)}. Leave --min-workers out."
         )
 
 
 def with_fewer(experiment: Experiment, processes: int, total: int) -> Experiment | None:
     """Returns the experiment for fewer processes; None if it cannot continue with so few.
 
-    That is, if there are fewer workers than --min-workers, or the global batch is not a multiple of them.
+    That is, if there are fewer workers than --min-workers, or the global batch is not a multiple of them, or a worker's
+    rows not one of --rows-per-group.
 
     Args:
       experiment: the experiment for all processes.
@@ -383,12 +390,13 @@ def with_fewer(experiment: Experiment, processes: int, total: int) -> Experiment
     """
     workers = experiment.workers // total * processes
     fewest = experiment.workers if experiment.min_workers is None else experiment.min_workers
-    return (
-        replace(experiment, workers=workers) if workers >= fewest and experiment.global_batch % workers == 0 else None
-    )
+    if workers < fewest or experiment.global_batch % (workers * (experiment.rows_per_group or 1)):
+        return None
+    return replace(experiment, workers=workers)
 
 
-def _shown(layout: Mapping[str, Any]) -> str:
+def shown(layout: Mapping[str, Any]) -> str:
+    """Returns fields as options of the command line."""
     return ", ".join(f"{_option(name)} {value}" for name, value in layout.items())
 
 

@@ -114,6 +114,11 @@ class Iwp(Trained, methods.Iwp):
 
     def __post_init__(self) -> None:
         self.scheduled()  # for its errors
+        if self.change_at and not (isinstance(self.alpha, tuple) or isinstance(self.beta, tuple)):
+            raise ValueError(
+                f"change_at must go with several values of alpha or beta; got {self.change_at} with alpha={self.alpha} "
+                f"and beta={self.beta}. Give --method.alpha 0.005 0.01 --method.change-at 1000, say."
+            )
 
     def transform(self) -> optax.GradientTransformation:
         """Returns the Optax transformation of the library's method."""

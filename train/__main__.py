@@ -192,6 +192,7 @@ def run(
     # Not at the top: Flax, Orbax and TFDS take seconds to import, for which --help or a typo should not have to wait.
     from train.folders import run_folder
     from train.job import make_job
+    from train.loop import check_resumable
     from train.methods import run_name
     from train.plans import Planned
     from train.tables import check_file
@@ -213,6 +214,8 @@ def run(
             (dataclasses.replace(setting, out=out), method, job, name)
             for (setting, method), job, name in zip(runs, jobs, names, strict=True)
         ]
+        for setting, method, _, _ in ordered:
+            check_resumable(setting, method)
         goodput = Goodput(out if processes.index == 0 else None, begin=begin, restarted=before is not None)
         return train_each(experiment, ordered, out, processes, doing, goodput)
 

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
-from configs.experiment import WHOLE, Experiment
+from configs.experiment import Experiment, shown
 from jaxcomm.placement import Plan, make_plan
 from jaxcomm.planner import Advice, advise, candidates
 from models.functional import apply, split
@@ -31,14 +31,12 @@ def advise_experiment(experiment: Experiment) -> tuple[Advice, Plan | None]:
       gradient of the first batch.
 
     Raises:
-      ValueError: if there are slices, workers of several devices, or dense layers or tables that are not exchanged.
+      ValueError: if workers do not hold the whole model, or do not exchange all of its gradients in their own step.
     """
-    several = {name: value for name, value in experiment.layout.items() if name not in WHOLE}
-    if several:
+    if layout := experiment.layout:
         raise ValueError(
-            f"--advise must be of workers that hold the whole model and exchange all of its gradients; got {several}. "
-            "Leave out --slices, --stages, --model-parallel and --fsdp, and give --dense-layers and --embeddings "
-            "exchange."
+            "--advise must be of workers that hold the whole model and exchange all of its gradients at once; got "
+            f"{shown(layout)}. Leave these options out."
         )
     info = dataset_info(experiment.dataset, experiment.data_dir)
     task = make_task(info, experiment.label_smoothing)

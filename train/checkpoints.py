@@ -4,7 +4,7 @@ import contextlib
 import json
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -92,12 +92,6 @@ class Checkpoints:
         """Returns the step of the newest checkpoint, None if there is none."""
         return self._manager.latest_step()
 
-    def about(self) -> dict[str, Any]:
-        """Returns what the newest checkpoint was saved with; {} if there is none, or it cannot be read."""
-        with contextlib.suppress(Exception):  # `newest` says why
-            return self._manager.restore(self.last(), args=ocp.args.Composite(about=ocp.args.JsonRestore()))["about"]
-        return {}
-
     def preempted(self, step: int) -> bool:
         """Returns whether the processes of a run have agreed to stop at this step, because one got SIGTERM."""
         return self._manager.reached_preemption(step)
@@ -173,19 +167,8 @@ class Checkpoints:
                 raise ValueError(f"{name}/metadata is not what was saved: its checksum differs")
         if head["data"]["step"] != step:
             raise ValueError(f"its data are at step {head['data']['step']}")
-        earlier, message = dict(head["about"]), ""
-        old, new = earlier.pop("workers"), about["workers"]
-        current = {name: value for name, value in about.items() if name != "workers"}
-        if earlier.get("steps", 0) < current.get("steps", 0):
-            message = f"The run of {earlier['steps']} steps is now one of {current['steps']}, and so is its schedule. "
-            earlier["steps"] = current["steps"]
-        names = [name for name in {**current, **earlier} if earlier.get(name) != current.get(name)]
-        different = [f"{name} {earlier.get(name)!r} (now {current.get(name)!r})" for name in names]
-        if different:
-            raise SettingsError(
-                f"A run must go on with the settings that it began with; got a checkpoint in {self.folder} with "
-                f"{', '.join(different)}. Give the same settings, or another --out, or no --resume."
-            )
+        message = check_settings(self.folder, head["about"], about)
+        old, new = head["about"]["workers"], about["workers"]
         if old == new:
             state = self._read(step, _plain(like))
             return Restored(step, _typed(state, like), head["data"], message.strip())
@@ -242,6 +225,44 @@ class Checkpoints:
     def close(self) -> None:
         """Waits for what is being written, and closes the folder."""
         self._manager.close()
+
+
+def earlier_settings(folder: Path) -> dict[str, Any]:
+    """Returns what the newest checkpoint in a folder was saved with; {} if there is none, or it cannot be read."""
+    steps = [int(path.name) for path in folder.glob("*") if path.name.isdigit()]
+    with contextlib.suppress(OSError, ValueError):  # `Checkpoints.newest` says why
+        about = json.loads((folder / str(max(steps)) / "about" / "metadata").read_text())
+        if about.pop(CHECKSUMS, None) == _crc32(about):
+            return about
+    return {}
+
+
+def check_settings(folder: Path, earlier: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Refuses to go on from a checkpoint of other settings; workers may differ in number, and steps grow.
+
+    Args:
+      folder: of the checkpoint.
+      earlier: its settings.
+      now: the run's settings.
+
+    Returns:
+      What to say if there are more steps; "" otherwise.
+
+    Raises:
+      SettingsError: with what differs.
+    """
+    message, grows = "", earlier.get("steps", 0) < now.get("steps", 0)
+    if grows:
+        message = f"The run of {earlier['steps']} steps is now one of {now['steps']}, and so is its schedule. "
+    names = [name for name in {**now, **earlier} if name != "workers" and not (grows and name == "steps")]
+    names = [name for name in names if earlier.get(name) != now.get(name)]
+    if names:
+        different = [f"{name} {earlier.get(name)!r} (now {now.get(name)!r})" for name in names]
+        raise SettingsError(
+            f"A run must go on with the settings that it began with; got a checkpoint in {folder} with "
+            f"{', '.join(different)}. Give the same settings, or another --out, or no --resume."
+        )
+    return message
 
 
 def _say_unless_closed(before: Callable[[Any], object], unraisable: Any) -> None:

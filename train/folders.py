@@ -47,7 +47,7 @@ def run_folder(out: Path, name: str, *, resume: bool | Path, runs: Sequence[str]
         number = 0
         if jax.process_index() == 0:
             if not resume and not out.exists():
-                stack.enter_context(_removed_if_empty(out))
+                stack.enter_context(_removed_if_empty(out, of_runs=True))
             if isinstance(resume, Path):
                 number = next(number for number in itertools.count(1) if _folder(out, name, number) == resume)
             else:
@@ -86,12 +86,15 @@ def _folder(out: Path, name: str, number: int) -> Path:
 
 
 @contextlib.contextmanager
-def _removed_if_empty(folder: Path) -> Iterator[None]:
-    """On an error, removes a new folder that holds no files but this module's."""
+def _removed_if_empty(folder: Path, *, of_runs: bool = False) -> Iterator[None]:
+    """On an error, removes a new folder that holds no files but this module's; one of runs, if no run is left in it."""
     try:
         yield
     except BaseException:
-        if folder.is_dir() and {path.name for path in folder.rglob("*") if path.is_file()} <= {RUNS, LOCK}:
+        if of_runs:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        elif folder.is_dir() and {path.name for path in folder.rglob("*") if path.is_file()} <= {RUNS, LOCK}:
             shutil.rmtree(folder)
         raise
 

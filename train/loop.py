@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
@@ -23,7 +24,7 @@ from configs.experiment import Experiment, check
 from configs.methods import Method
 from jaxcomm.steps.replicas import differing_replicas
 from jaxcomm.types import is_per_worker
-from train.checkpoints import Checkpoints
+from train.checkpoints import Checkpoints, check_settings, earlier_settings
 from train.data import eval_batches, open_text, train_batches
 from train.folders import METRICS, SETTINGS, check_fresh
 from train.goodput import Goodput
@@ -109,14 +110,12 @@ def train(
     }
     batches = train_batches(experiment.dataset, seed=experiment.seed, augment=experiment.augment, **where)
     tests = eval_batches(experiment.dataset, **where)
-    name = run_name(method, experiment.boundary, experiment.dense_layers, experiment.embeddings)
+    folder, about = _folder_of(experiment, method), describe(experiment, method) | {"format": STATE_FORMAT}
+    name, checkpoints = folder.name, Checkpoints(folder / "checkpoints")
     label = display_name(name)
-    folder = experiment.out / name
-    checkpoints = Checkpoints(folder / "checkpoints")
-    about = describe(experiment, method) | {"format": STATE_FORMAT}
     if job.late is not None:  # depends on the number of workers, and the state's shapes on it: a run keeps its own
         about["late"] = [layer.path for layer in job.late.layers if layer.is_late]
-        earlier = checkpoints.about().get("late", about["late"])
+        earlier = earlier_settings(checkpoints.folder).get("late", about["late"])
         if earlier != about["late"]:
             job, about["late"] = make_job(experiment, method, late=earlier), earlier
             progress.say(f"As when the run began: {job.late}")
@@ -304,6 +303,18 @@ def test_scores(
         scores["bleu"] = bleu(sentences, text.references).score
         scores["bleu_lower"] = bleu(sentences, text.references, lowercase=True).score
     return scores
+
+
+def _folder_of(experiment: Experiment, method: Method) -> Path:
+    return experiment.out / run_name(method, experiment.boundary, experiment.dense_layers, experiment.embeddings)
+
+
+def check_resumable(experiment: Experiment, method: Method) -> None:
+    """Refuses a run whose checkpoints are of other settings, before one before it is trained; see `check_settings`."""
+    folder = _folder_of(experiment, method) / "checkpoints"
+    if earlier := earlier_settings(folder):
+        own = {"late": earlier["late"]} if "late" in earlier else {}  # which a run keeps
+        check_settings(folder, earlier, describe(experiment, method) | {"format": STATE_FORMAT, **own})
 
 
 def describe(experiment: Experiment, method: Method) -> dict[str, Any]:

@@ -1,6 +1,9 @@
 """Records of long work, each written as soon as it is there: a later call goes on where an earlier one stopped."""
 
+import contextlib
+import fcntl
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,7 @@ Record = dict[str, Any]
 
 
 class Records:
-    """Results by key; each is written as soon as it is there, one a line."""
+    """Results by key; each is written as soon as it is there, one a line, beside those of other processes."""
 
     def __init__(self, path: Path | None):
         """Reads what an earlier run has left.
@@ -25,11 +28,7 @@ class Records:
         check_file("--json", path)
         self._path = path
         self._records: list[Record] = []
-        if path is not None and path.exists():
-            with reading(path, "a list of records, since --json goes on with it", "Name another file."):
-                self._records = json.loads(path.read_text())
-                if not isinstance(self._records, list) or not all(isinstance(record, dict) for record in self._records):
-                    raise ValueError(self._records)
+        self._read()
 
     def check_same(self, expected: Mapping[str, Any], settings: Callable[[Record], Mapping[str, Any]]) -> None:
         """Refuses a file with a record of other settings than those of this call.
@@ -62,10 +61,31 @@ class Records:
 
     def add(self, record: Mapping[str, Any]) -> Record:
         """Writes a record, and returns it as it will be read."""
-        self._records.append(json.loads(json.dumps(plain(record))))
-        if self._path is not None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+        added = json.loads(json.dumps(plain(record)))
+        if self._path is None:
+            self._records.append(added)
+            return added
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        folder = os.open(self._path.parent, os.O_RDONLY)
+        try:
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(folder, fcntl.LOCK_EX)
+            self._read()
+            self._records.append(added)
             draft = self._path.with_suffix(".draft")
             draft.write_text("[\n" + ",\n".join(json.dumps(record) for record in self._records) + "\n]\n")
             draft.replace(self._path)
-        return self._records[-1]
+        finally:
+            os.close(folder)
+        return added
+
+    def _read(self) -> None:
+        """Reads the file, to which other processes may have added."""
+        path = self._path
+        if path is None or not path.exists():
+            return
+        with reading(path, "a list of records, since --json goes on with it", "Name another file."):
+            records = json.loads(path.read_text())
+            if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
+                raise ValueError(records)
+        self._records = records

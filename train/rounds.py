@@ -71,7 +71,7 @@ def train(experiment: Experiment, processes: Processes, progress: Progress) -> s
       What to print at the end.
 
     Raises:
-      ValueError: see `jaxcomm.rounds`.
+      ValueError: see `jaxcomm.rounds`; after `experiment.max_skipped` skipped steps in a row.
     """
     check(experiment, processes.count)
     method = experiment.method.transform().method
@@ -97,18 +97,27 @@ def train(experiment: Experiment, processes: Processes, progress: Progress) -> s
     data = {"global_batch": alone.global_batch, "data_dir": experiment.data_dir, "mean": experiment.mean}
     batches = train_batches(experiment.dataset, seed=seed, augment=experiment.augment, **data)
     name, begun, joined = experiment.method.name, time.perf_counter(), worker.round
+    batches.restore(batches.state() | {"step": joined * method.steps})  # where it was, if it trained in those rounds
     progress.say(f"{display_name(name)}: worker {worker.name} joins in round {joined}")
     folder = experiment.out / name
     folder.mkdir(parents=True, exist_ok=True)
-    records, steps, pending = (folder / METRICS).open("w"), 0, None
+    records, steps, streak, pending = (folder / METRICS).open("w"), 0, 0, None
 
     def record(number: int, metrics: dict[str, Any]) -> None:
+        nonlocal streak
         values = {key: np.asarray(value).item() for key, value in metrics.items()}
         received = float(worker.traffic["received"])
         line = {"step": number, **values, "bytes_received": received, "seconds": time.perf_counter() - begun}
         records.write(json.dumps(plain(line)) + "\n")
         records.flush()
         progress.update(values["round"] * method.steps, values["loss"], values["accuracy"], received / number)
+        streak = streak + 1 if values["skipped"] else 0
+        if streak >= experiment.max_skipped:
+            raise ValueError(
+                f"A worker must have fewer skipped steps in a row than --max-skipped {experiment.max_skipped}; got "
+                f"steps {number - streak + 1} to {number}, whose gradients were not finite. Lower --learning-rate, or "
+                "look at the data; --max-skipped allows more."
+            )
 
     with stopping(processes) as event, records:
         while not worker.done and not event.is_set() and steps != experiment.stop_after:

@@ -152,11 +152,12 @@ def table_2(config: Config, records: Records) -> None:
                     )
                 if speeds and name == "slim_dp":
                     faster, ours = Difference.of(speeds, [1.0] * len(speeds)), rows[-1]["speed_d"]
+                    is_known = len(speeds) == len(runs[name])  # of seeds that do not reach it, no time is known
                     print_claim(
                         f"{model.name}, K={K}: Slim-DP is {paper[2]} times faster to Plump-DP's accuracy, and "
                         f"{paper[1]} times for the same data",
                         all_hold(
-                            faster.agrees(paper[2] - 1, or_more=True),
+                            faster.agrees(paper[2] - 1, or_more=True) if is_known else None,
                             Difference(ours - 1, 0.0).agrees(paper[1] - 1, or_more=True),
                         ),
                         f"{1 + faster.mean:.2f} and {ours:.2f} times",

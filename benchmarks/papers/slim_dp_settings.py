@@ -189,7 +189,7 @@ def times_of(config: Config, records: Records, model: Model, K: int, exchange: s
     """Returns the times of a step from the records of table 1; None if they are missing."""
     key = {"of": "exchange", "shapes": config.shapes(model), "hosts": config.hosts(K), "rate": config.rate}
     record = records.find(key | {"method": exchange, "steps": config.timed_steps})
-    compute = records.find({"of": "compute", "experiment": model.timed, "rows": model.rows})
+    compute = records.find(timing.compute_key(model.timed, model.rows, config.timed_steps))
     if record is None or compute is None:
         return None
     return Times(compute["ms_median"], config.parts(model) * communication(record, model.slim.q))

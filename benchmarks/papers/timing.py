@@ -88,9 +88,12 @@ def time_compute(records: Records, name: str, rows: int, steps: int) -> Record:
     Returns:
       A record with the median, minimum and maximum in milliseconds, the day, and the machine's speed.
     """
-    return records.get(
-        {"of": "compute", "experiment": name, "rows": rows, "timed_steps": steps}, lambda: _compute(name, rows, steps)
-    )
+    return records.get(compute_key(name, rows, steps), lambda: _compute(name, rows, steps))
+
+
+def compute_key(name: str, rows: int, steps: int) -> dict[str, Any]:
+    """Returns the key of `time_compute`'s record."""
+    return {"of": "compute", "experiment": name, "rows": rows, "timed_steps": steps}
 
 
 def _compute(name: str, rows: int, steps: int) -> Record:

@@ -13,7 +13,7 @@ import pytest
 
 import jaxcomm as jc
 from benchmarks import exchange
-from benchmarks.exchange import Config, main, make_usual, summary
+from benchmarks.exchange import METHODS, Config, main, make_usual, summary
 from jaxcomm.planner.alone import without_wire
 from tests.benchmarks.places import CAN_ISOLATE, run
 
@@ -98,7 +98,12 @@ def test_rounds_of_other_days(tmp_path, monkeypatch):
         fields = {"bytes_kernel": None, "bytes_compiled": 8.0, "compile_s": 1.0, "ms_refresh": None, "machine_ms": 20.0}
         times = {"plump_dp": 100.0, "topk": 10.0 * len(timed)}
         spread = ("ms_median", "ms_min", "ms_max")
-        return [{"method": name, **lab, **fields, **dict.fromkeys(spread, ms)} for name, ms in times.items()]
+        like = [jax.ShapeDtypeStruct((10_000,), np.float32)]
+        sent = {name: jc.wire_report(METHODS[name](0.99), like, 2).received for name in times}
+        return [
+            {"method": name, **lab, **fields, **dict.fromkeys(spread, ms), "bytes_predicted": sent[name]}
+            for name, ms in times.items()
+        ]
 
     def lab(control):
         return lambda *_, **__: contextlib.nullcontext(
@@ -117,6 +122,9 @@ def test_rounds_of_other_days(tmp_path, monkeypatch):
         main(dataclasses.replace(config, method="sign,topk"))
     with pytest.raises(ValueError, match=r"got one with None in the place of .*'sign'"):
         main(dataclasses.replace(config, method="plump_dp,topk,sign"))
+    for other in ({"sparsity": 0.9}, {"shapes": "2e4"}):
+        with pytest.raises(ValueError, match=r"of the same methods, bytes, .* got one with .*bytes_predicted"):
+            main(dataclasses.replace(config, **other))
     monkeypatch.setattr(exchange, "Lab", lab("bbr"))
     with pytest.raises(ValueError, match="got bbr and cubic"):
         main(config)

@@ -40,5 +40,25 @@ def test_a_file_is_filled(tmp_path, capsys, monkeypatch):
         ("density", "topk", 1000, 4, 0.1),
     ]
     assert figure.stat().st_size > 10_000
-    monkeypatch.setattr(growth, "_measure", lambda config, fields, methods: pytest.fail("nothing is left"))
+    monkeypatch.setattr(growth, "_measure", lambda *_: pytest.fail("nothing is left"))
     growth.main(config)
+
+
+def test_rows_of_other_settings(tmp_path, capsys, monkeypatch):
+    """They stay in the file, and neither stand for others nor are they shown."""
+
+    def measure(config, setting):
+        fields = row(setting["parameters"], 10.0, hosts=setting["hosts"], method=setting["method"], control="cubic")
+        return fields | {"rate": config.rate, "density": setting["density"], "sweep": setting["sweep"]}
+
+    monkeypatch.setattr(growth, "_measure", measure)
+    fields = {"sizes": "1e6", "hosts": "2", "density": "0.01", "size": 1e6, "method": "plump_dp", "steps": 2}
+    places = {"json": tmp_path / "growth.json", "figure": tmp_path / "growth.png"}
+    for changes, count in (({}, 3), ({}, 3), ({"rate": "500kbit"}, 6), ({"steps": 3}, 9), ({"size": 2e6}, 11)):
+        capsys.readouterr()
+        growth.main(Config(**{**fields, **places, **changes}))
+        assert len(json.loads(places["json"].read_text())) == count
+        assert capsys.readouterr().out.count("plump_dp") == 3
+    with pytest.raises(ValueError, match="--rate must be a positive number with its unit; got '100mbit/1gbit'"):
+        growth.main(Config(**fields, **places, rate="100mbit/1gbit"))
+    assert growth._law(row(10**6, 0.0, rate="500kbit"), [row(10**6, 1600.0, rate="500kbit")])["ms_median"] == 1600.0

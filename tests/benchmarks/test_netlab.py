@@ -208,7 +208,7 @@ def test_the_fallback(loopback, capfd):
     assert coordinator.startswith("127.0.0.1:")
     assert outputs == [[coordinator, "0", "2", "lo"], [coordinator, "1", "2", "lo"]]
     assert about["control"] == CONTROL.read_text().strip()
-    assert (about["delay"], about["shares"]) == ("none", "none")  # they are not obeyed
+    assert (about["delay"], about["shares"], about["rate"]) == ("none", "none", "none")  # they are not obeyed
     message = capfd.readouterr().err
     assert message.count("fell back to loopback") == 1
     assert "takes root" in message

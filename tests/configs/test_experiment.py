@@ -7,7 +7,7 @@ import math
 import pytest
 
 from configs import CONFIGS
-from configs.experiment import Architecture, BoundaryFields, Experiment, check
+from configs.experiment import Architecture, BoundaryFields, Experiment, check, with_fewer
 from tests.refusals import refused
 
 PLAIN = Experiment(name="few", dataset="digits", architecture=Architecture("mlp"), steps=12, learning_rate=0.1)
@@ -36,6 +36,16 @@ PIPELINE = {"workers": 2, "stages": 2, "global_batch": 24}
 )
 def test_valid_settings(changes, processes):
     check(dataclasses.replace(PLAIN, **changes), processes)
+
+
+def test_fewer_workers_of_whole_groups():
+    whole = dataclasses.replace(PLAIN, workers=4, global_batch=48, rows_per_group=12, restarts=1, min_workers=1)
+    assert with_fewer(whole, 3, 4) is None  # 16 rows each
+    assert with_fewer(whole, 2, 4) == dataclasses.replace(whole, workers=2)
+
+
+def test_an_error_budget_without_a_plan():
+    refused(lambda: check(dataclasses.replace(PLAIN, error_budget=0.1), 1), "--error-budget", "got 0.1", "--advise")
 
 
 NAN, INF = math.nan, math.inf

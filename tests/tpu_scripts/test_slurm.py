@@ -99,6 +99,13 @@ def test_queued_again_goes_on(job, inputs, restarts, begun, resumes):
     assert job.trained("any", "0")[0][3:] == [*(["--resume"] if resumes else []), *inputs]
 
 
+@pytest.mark.parametrize("inputs", [["--name", "mine"], ["--name=mine"]])
+def test_a_named_run_goes_on(job, inputs):
+    (job.checkout / "out" / "mine").mkdir(parents=True)
+    assert job.call("slurm_job", "digits", "--out", "out", *inputs, SLURM_RESTART_COUNT="1").returncode == 0
+    assert job.trained("any", "0")[0][3:] == ["--resume", "--out", "out", *inputs]
+
+
 def to_the_limit(job):
     """Runs the job until Slurm says that its time is nearly over: (process, its output, its errors)."""
     process = job.script("slurm_job", "digits")

@@ -1,3 +1,4 @@
+import contextlib
 import json
 import os
 import re
@@ -117,6 +118,20 @@ def test_early_failures_leave_nothing(tmp_path):
     with pytest.raises(OSError, match="full"), run_folder(out, "digits", resume=True):
         raise OSError("full")
     assert (out / "digits" / "metrics.jsonl").exists()
+
+
+def test_an_early_failure_leaves_another_run(tmp_path):
+    """The folder of all runs was new to both."""
+    out = tmp_path / "runs"
+    with contextlib.ExitStack() as other:
+
+        def begin_another_and_fail():
+            other.enter_context(run_folder(out, "digits", resume=False))
+            raise OSError("full")
+
+        with pytest.raises(OSError, match="full"), run_folder(out, "digits", resume=False):
+            begin_another_and_fail()
+        assert [path.name for path in out.iterdir()] == ["digits-2"]
 
 
 @pytest.mark.parametrize("out", ["/dev/null", "/dev/null/runs", "/proc/runs", "/dev/full/\udcff"])

@@ -217,6 +217,18 @@ def test_a_pipeline_and_its_dense_twin(tmp_path):
 
 
 @pytest.mark.slow
+def test_other_settings_are_refused_before_the_baseline(tmp_path):
+    """Which would be longer then, and could not go on at its old length."""
+    argv = [*SHORT, "--out", str(tmp_path)]
+    assert run(parse([*argv, "method:top-k"]), Processes()) == 0
+    lines = (tmp_path / "digits" / "plump_dp" / "metrics.jsonl").read_text()
+    longer = parse([*argv, "--resume", "--steps", "6", "method:top-k", "--method.sparsity", "0.5"])
+    with pytest.raises(ValueError, match=r"got a checkpoint in .*topk.* with method\.sparsity 0\.\d+ \(now 0\.5\)"):
+        run(longer, Processes())
+    assert (tmp_path / "digits" / "plump_dp" / "metrics.jsonl").read_text() == lines
+
+
+@pytest.mark.slow
 def test_folders_and_resume(tmp_path, capsys):
     """The first run is stopped in the baseline: resuming finishes that, and then trains the method."""
     argv = [*SHORT, "--out", str(tmp_path)]

@@ -316,6 +316,7 @@ def test_schedules_of_thresholds():
 )
 def test_bad_thresholds(options, message):
     refused(lambda: Iwp(**options), f"{next(iter(options))} must be ", message)
+    refused(lambda: Iwp(alpha=0.01, change_at=(3,)), "change_at must go with several", "got (3,) with alpha=0.01")
 
 
 @pytest.mark.parametrize(

@@ -108,8 +108,13 @@ def test_another_run(plan_file, tmp_path):
 
 def test_whole_models_alone():
     digits = CONFIGS["digits"]
-    for change in ({"stages": 2}, {"slices": 2}, {"dense_layers": "late"}, {"embeddings": "rows"}):
-        with pytest.raises(ValueError, match="--advise must be of workers that hold the whole model"):
+    for change in (
+        *({"stages": 2}, {"slices": 2}, {"dense_layers": "late"}, {"embeddings": "rows"}),
+        *({"compress": "dense1"}, {"delay": 1}),  # another exchange, or another step
+    ):
+        ((name, value),) = change.items()
+        said = f"--advise must be of workers that hold the whole.*got --{name.replace('_', '-')} {value}. Leave"
+        with pytest.raises(ValueError, match=said):
             advise_experiment(dataclasses.replace(digits, **change))
 
 

@@ -32,6 +32,18 @@ def test_once_and_again(tmp_path):
             Records(path)
 
 
+def test_two_at_once(tmp_path):
+    """What another process has added stays."""
+    path = tmp_path / "records.json"
+    first, second = Records(path), Records(path)
+    for number in range(3):
+        first.add({"of": "first", "number": number})
+    second.add({"of": "second"})
+    assert first.add({"of": "last"}) == {"of": "last"}
+    assert [record["of"] for record in json.loads(path.read_text())] == ["first"] * 3 + ["second", "last"]
+    assert first.find({"of": "second"}) is not None
+
+
 def test_other_settings(tmp_path):
     path = tmp_path / "records.json"
     records = Records(path)

@@ -10,6 +10,7 @@ import pytest
 import train.__main__
 from configs.experiment import check
 from train.__main__ import main, parse
+from train.data.loader import TrainBatches
 from train.rounds import _at_step
 
 OPTIONS = ["--steps", "6", "--warmup-steps", "1", "--global-batch", "24", "--workers", "3", "--quorum", "1"]
@@ -47,6 +48,24 @@ def test_a_worker_leaves_and_another_ends_the_run(tmp_path, started, capsys):
     assert [(member["header"]["worker"], member["header"]["rows"]) for member in manifest["members"]] == [("b", 24)]
 
 
+def test_a_worker_that_returns_goes_on_with_its_data(tmp_path, started, monkeypatch):
+    read, next_batch = [], TrainBatches.__next__
+
+    def recording(batches):
+        read.append(batches.step)
+        return next_batch(batches)
+
+    monkeypatch.setattr(TrainBatches, "__next__", recording)
+    assert start(tmp_path, "a", "--stop-after", "4") == 0
+    assert start(tmp_path, "a", "--stop-after", "1") == 0
+    assert read == [0, 1, 2, 3, 3]  # three steps a round, and the second life begins in the second
+
+
+def test_a_worker_that_diverges_stops(tmp_path, started, capsys):
+    assert start(tmp_path, "a", "--learning-rate", "1e37", "--warmup-steps", "0", "--max-skipped", "2") == 2
+    assert "--max-skipped 2; got steps " in capsys.readouterr().err
+
+
 def test_the_learning_rate_is_that_of_the_round():
     """A joiner's schedule comes to the run's step; Adam's own count does not."""
     tx = optax.chain(optax.scale_by_adam(), optax.scale_by_learning_rate(optax.linear_schedule(1.0, 0.0, 10)))
@@ -77,5 +96,7 @@ def test_methods_without_local_steps():
         check(parse(["digits", "--rounds", "store", "method:topk"]), 1)
     with pytest.raises(ValueError, match="--worker must go with --rounds; got 'a'"):
         check(parse(["digits", "--worker", "a"]), 1)
+    with pytest.raises(ValueError, match="--quorum must go with --rounds; got -3"):
+        check(parse(["digits", "--quorum", "-3"]), 1)
     with pytest.raises(ValueError, match=r"--rounds must .*2 processes"):
         check(parse(["digits", "--rounds", "store", *OPTIONS, *METHOD]), 2)
