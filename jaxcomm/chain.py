@@ -252,7 +252,8 @@ def _delayed(composed: optax.GradientTransformationExtraArgs) -> optax.GradientT
                 "delay out, or that link."
             ) from error
         inner = keep_states_unless(get_exchange(inner).metrics.skipped == 0, inner, state.inner)
-        rows = jax.tree.map(lambda update: update[None], to_varying(updates, axes))
+        updates = to_varying(updates, axes)
+        rows = jax.tree.map(lambda update, row: update[None].astype(row.dtype), updates, state.gradients.rows)
         return out, DelayedState(inner, PerWorker(rows, axes))
 
     typed: tuple[Any, Any] = init, update

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, replace
+from numbers import Integral
 from typing import Annotated, Any, ClassVar, NamedTuple, ParamSpec, TypeGuard, cast
 
 import jax
@@ -22,7 +23,7 @@ import optax
 from jax import lax
 from jax.tree_util import KeyPath
 
-from jaxcomm.checks import Rule, check_range, count, rules_of
+from jaxcomm.checks import Rule, check_range, check_transformation, count, one_of, rules_of
 from jaxcomm.collectives.axis import AxisName, axis_names, axis_size, check_per_worker, is_tracked, to_varying, varies
 from jaxcomm.collectives.dense import dense_mean
 from jaxcomm.collectives.sparse import Accumulated
@@ -62,8 +63,18 @@ def _is_where(where: object) -> bool:
     return False
 
 
-_WHERE = Rule(
+WHERE = Rule(
     "a regular expression of paths, (path, leaf) -> bool, or None", _is_where, 'Paths are as in "encoder/kernel"'
+)
+
+
+_AXIS = Rule(
+    "the name of an axis of the mesh, or a tuple of names",
+    lambda value: isinstance(value, str) or (isinstance(value, tuple) and all(isinstance(x, str) for x in value)),
+    '"data" is usual',
+)
+_SEED = Rule(
+    "an integer", lambda value: isinstance(value, Integral) and not isinstance(value, bool), "Any will do, such as 0"
 )
 
 
@@ -219,16 +230,17 @@ class Exchange:
         and outside the axis of workers.
     """
 
-    where: Annotated[Where | None, _WHERE] = None
+    where: Annotated[Where | None, WHERE] = None
     others: optax.GradientTransformation | None = field(default=None, compare=False)
-    axis_name: Any = "data"
-    checksum: bool = False
+    axis_name: Annotated[Any, _AXIS] = "data"
+    checksum: Annotated[bool, one_of((False, True), "True counts a check of every payload")] = False
     residual_dtype: str = "float32"
     start: Annotated[int, count(0, "0 compresses from the first step")] = 0
 
     name: ClassVar[str] = "exchange"  # in messages and tables; a method of the library is named as its file
     keeps_residual: ClassVar[bool] = True
     has_positions: ClassVar[bool] = True  # in one vector of all tensors; they have 31 bits
+    needs_matrices: ClassVar[bool] = False  # it compresses nothing else
     start_remedy: ClassVar[str | None] = None  # what to suggest if it cannot begin with dense steps
 
     def __init_subclass__(cls) -> None:
@@ -247,6 +259,10 @@ class Exchange:
             check_range(name, value, "no array of JAX's", not isinstance(value, jax.Array), remedy)
             if name in rules:
                 rules[name].check(name, value)
+            if name in ("exchange", "others", "outer") and (value is not None or name == "exchange"):
+                check_transformation(name, value)
+            if name == "seed":
+                _SEED.check(name, value)
         if self.where is None and self.others is not None:
             raise ValueError("others must be the exchange of what where= leaves out; got no where=. Pass both.")
         if self.checksum and self.checksum_remedy is not None:
@@ -487,10 +503,12 @@ class Exchange:
         if not isinstance(state, ExchangeState) or type(state.method) is not type(self):
             owner = state.method.name if isinstance(state, ExchangeState) else type(state).__name__
             raise ValueError(f"The state must be that of {self.name}; got that of {owner}. Initialise it with this tx.")
+        state = state.replace(method=self)  # which may choose other leaves than the one that made the state
         workers = axis_size(self.axes)  # its error comes before any work
         _check_shapes(self.name, updates, params)
         if (parts := self._in_parts(updates)) is not self:
-            return parts.update(updates, state, params)
+            means, state = parts.update(updates, state, params)
+            return means, state.replace(method=self)
         with jax.named_scope(SCOPE):
             if state.worker is None:
                 # True, but XLA does not know. Else it would send nothing where no loss reads the parameters.
@@ -645,7 +663,8 @@ def exchange_states(state: PyTree) -> Iterator[ExchangeState]:
 
 def methods_in(exchange: ExchangeState) -> list[Exchange]:
     """Returns the method of a gradient exchange, and those of the exchanges that it holds."""
-    return [exchange.method, *(inner.method for inner in exchange_states((exchange.memory, exchange.others)))]
+    inner = exchange_states((exchange.memory, exchange.others))
+    return [exchange.method, *(method for state in inner for method in methods_in(state))]
 
 
 def clips_in(exchange: ExchangeState) -> list[str]:
@@ -711,18 +730,18 @@ def bypasses(state: ExchangeState, path: KeyPath, leaf: PyTree) -> bool:
 
 
 def is_frozen(state: ExchangeState, path: KeyPath, leaf: PyTree) -> bool:
-    """Returns whether a leaf is frozen: left to `others=optax.set_to_zero()`."""
+    """Returns whether a leaf is frozen: left to `others=optax.set_to_zero()`, here or by the exchange inside."""
     method = state.method
-    if method.others is None or method.chooses(path, leaf):
-        return False
+    if method.where is None or method.chooses(path, leaf):
+        return any(is_frozen(inner, path, leaf) for inner in exchange_states(state.memory))
     inner_states = list(exchange_states(state.others))
-    return not inner_states or any(is_frozen(inner, path, leaf) for inner in inner_states)
+    return method.others is not None and (
+        not inner_states or any(is_frozen(inner, path, leaf) for inner in inner_states)
+    )
 
 
 def without_frozen(updates: PyTree, state: ExchangeState) -> PyTree:
     """Returns updates with zeros for frozen leaves, whatever a weight decay behind the exchange has made of them."""
-    if state.method.others is None:
-        return updates
 
     def zero(path: KeyPath, leaf: PyTree) -> Any:
         return jnp.zeros_like(leaf) if is_frozen(state, path, leaf) else leaf

@@ -19,7 +19,9 @@ import numpy as np
 import optax
 
 from jaxcomm.accounting.jaxpr import has_primitive, inner_jaxpr, inner_jaxprs
+from jaxcomm.checks import check_range
 from jaxcomm.exchange import (
+    Exchange,
     ExchangeState,
     ExchangeTransformation,
     clips_in,
@@ -271,6 +273,7 @@ def check_chain(tx: optax.GradientTransformation, state: PyTree, params: Params)
     if not at:
         return []
     exchange, before, after = states[at[0]], states[: at[0]], states[at[0] + 1 :]
+    _check_inside(exchange.method, params)
     links, of_links = _with_states(tx, state)
     place = next((i for i, node in enumerate(of_links) if node is exchange), None)
     if place is None and not hasattr(tx, "links"):
@@ -287,6 +290,39 @@ def check_chain(tx: optax.GradientTransformation, state: PyTree, params: Params)
     warned = _check_states(exchange, before, [])
     warned += _judge(exchange, [link for link in tried[:place] if link], [link for link in tried[place:] if link])
     return list(dict.fromkeys(warned))
+
+
+def _check_inside(method: Exchange, params: Params) -> None:
+    """Refuses an optimizer where an exchange takes an exchange, and an outer optimizer that does not descend."""
+    for name in ("exchange", "others"):
+        tx: Any = getattr(method, name, None)
+        links: list[Any] = list(getattr(tx, "links", (tx,)))
+        place = next((i for i, link in enumerate(links) if isinstance(link, ExchangeTransformation)), len(links))
+        effects = [try_link(link, params) for link in links[place + 1 :]]
+        steps = [f"{step}=" for step, usual in (("accumulate", 1), ("delay", 0)) if getattr(tx, step, usual) != usual]
+        if steps or any(effect and effect.changes for effect in effects):
+            raise ValueError(
+                f"{name}= of {method.name} must return the mean gradient; got a chain with "
+                f"{' and '.join(steps) or 'links that change it after its exchange'}. Put the optimizer, accumulate= "
+                "and delay= into the outermost jaxcomm.chain."
+            )
+        if place < len(links):
+            _check_inside(links[place].method, params)
+    outer: Any = getattr(method, "outer", None)
+    if outer is not None:
+        check_outer(outer, params)
+
+
+def check_outer(outer: optax.GradientTransformation, params: Params) -> None:
+    """Refuses an outer optimizer that goes up: one without a learning rate.
+
+    Raises:
+      ValueError: if it does.
+    """
+    effects = try_link(outer, params)
+    descends = effects is None or bool(effects.descends)
+    remedy = "Pass optax.sgd(0.7, momentum=0.9, nesterov=True), say, or put optax.scale_by_learning_rate behind"
+    check_range("outer", "a transformation that adds gradients", "an optimizer that descends", descends, remedy)
 
 
 def _without_steps(state: PyTree) -> Any:

@@ -479,8 +479,15 @@ def resize_workers(state: PyTree, workers: int) -> PyTree:
     return walk(state, None)
 
 
-def _mean(rows: PyTree, shards: int, new: int) -> np.ndarray:
-    """Averages rows (K * shards, ...), workers first, to (new * shards, ...): every shard keeps its mean."""
+def _mean(rows: PyTree, shards: int, new: int) -> Any:
+    """Averages rows (K * shards, ...), workers first, to (new * shards, ...): every shard keeps its mean.
+
+    Random keys have no mean: a new row has that of an old one.
+    """
+    if jnp.issubdtype(rows.dtype, jax.dtypes.prng_key):
+        words = np.asarray(jax.random.key_data(rows)).reshape(len(rows) // shards, shards, *rows.shape[1:], -1)
+        words = words[np.arange(new) * len(words) // new].reshape(new * shards, *rows.shape[1:], -1)
+        return jax.random.wrap_key_data(jnp.asarray(words), impl=jax.random.key_impl(rows))
     rows = np.asarray(rows)
     old = len(rows) // shards
     flat = _overlap(old, new) @ rows.reshape(old, -1).astype(np.float64)

@@ -25,7 +25,8 @@ def make_key(*numbers: jax.Array | int) -> jax.Array:
     """Folds integers (a seed, a step, a worker) into a key: () uint32."""
     key = jnp.uint32(_GOLDEN)
     for number in numbers:
-        key = mix(key ^ jnp.asarray(number).astype(jnp.uint32)) + np.uint32(_GOLDEN)
+        word = np.uint32(number % 2**32) if isinstance(number, int) else jnp.asarray(number).astype(jnp.uint32)
+        key = mix(key ^ word) + np.uint32(_GOLDEN)
     return key
 
 

@@ -64,7 +64,7 @@ class Dgc(MomentumCorrection, SparseExchange):
             return out, self.masked(velocity.flat, reduced.sent.position, reduced.sent.filled)
 
         def warm_up(selected: Selected) -> tuple[Exchanged, jax.Array]:
-            out = exchange_densely(gradient, vector, self.axis_name, selected.words)
+            out = exchange_densely(gradient, vector, self.axis_name, selected.words, self.decay)
             return out, self.masked_by(velocity.flat, selected.words)
 
         if not layout.sizes:

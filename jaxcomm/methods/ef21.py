@@ -38,6 +38,9 @@ class Ef21(TopK):
     decay: Annotated[float, Rule("1 for ef21", lambda x: x == 1, "Its residual is an estimate, and does not grow")] = (
         field(default=1.0, kw_only=True)
     )
+    residual_dtype: Annotated[
+        str, Rule("float32 for ef21", lambda x: x == "float32", "Its estimate must stay the mean of its rows")
+    ] = field(default="float32", kw_only=True)
 
     @property
     def has_error_feedback(self) -> bool:

@@ -13,9 +13,20 @@ from jaxcomm.checks import check_range
 from jaxcomm.collectives import axis_size
 from jaxcomm.collectives.axis import to_varying
 from jaxcomm.collectives.messages import all_gather_same, sum_scatter
-from jaxcomm.exchange import Exchange, ExchangeState, check_exchange, get_exchange, keep_unless, transformation
-from jaxcomm.kernels.numerics import wide_type
+from jaxcomm.exchange import (
+    Exchange,
+    ExchangeState,
+    check_exchange,
+    clips_in,
+    get_exchange,
+    keep_unless,
+    methods_in,
+    transformation,
+    zeros_unless,
+)
+from jaxcomm.kernels.numerics import is_finite_narrow, wide_type
 from jaxcomm.kernels.scopes import EXCHANGE
+from jaxcomm.layout import plan_layout
 from jaxcomm.types import ExchangeMetrics, Params, PyTree, from_shards, in_shards
 
 
@@ -72,7 +83,11 @@ class Hierarchical(Exchange):
         # Zeros of a share's shape are enough: gradient exchanges do not read the parameters' values in `init`.
         rows, sizes = self._shares(params)
         inner = self.exchange.init(jax.tree.map(lambda size: jnp.zeros(size, rows.dtype), sizes))
-        check_exchange(inner, "exchange of hierarchical", (self.across,))
+        exchange = check_exchange(inner, "exchange of hierarchical", (self.across,))
+        rule = "without clip=, which would clip each share by a norm of its own"
+        check_range("exchange", clips_in(exchange), rule, not clips_in(exchange), "Clip before hierarchical")
+        names = [method.name for method in methods_in(exchange) if method.needs_matrices]
+        check_range("exchange", names, "of vectors, which shares are", not names, "Take topk, or dct_dp")
         return self.first_state(in_shards(inner, (self.inside,)))
 
     def update_chosen(self, updates: PyTree, state: ExchangeState, params: Params) -> tuple[Any, ExchangeState]:
@@ -90,10 +105,12 @@ class Hierarchical(Exchange):
         ok = skipped == 0
         mean = jnp.concatenate([leaf.reshape(-1) for leaf in jax.tree.leaves(means)])
         gathered = all_gather_same(jnp.where(ok, mean, 0.0), self.inside)  # (I, T)
+        whole = jax.tree.map(_whole, _cut(gathered, sizes), updates)
+        ok &= is_finite_narrow(jax.tree.leaves(whole))
         metrics = ExchangeMetrics.of(ok, n_sent, overflow, drained=drained > 0)
         memory = in_shards(keep_unless(ok, new, old), (self.inside,))
         new = state.replace(metrics=metrics, step=state.step + ok.astype(jnp.int32), memory=memory)
-        return jax.tree.map(_whole, _cut(gathered, sizes), updates), new
+        return zeros_unless(ok, whole), new
 
     def _wait_for_group(self, updates: PyTree) -> Any:
         """Returns the updates once every worker of the group has its own, by an all-reduce of one number.
@@ -112,6 +129,7 @@ class Hierarchical(Exchange):
 
         It is float32, or float64 for a tree with float64 in it.
         """
+        plan_layout(tree, dense_below=0, capacity=lambda n: n, compress=lambda _: False)  # for its errors
         size = axis_size(self.inside)
         dtype = wide_type(*(jnp.result_type(leaf) for leaf in jax.tree.leaves(tree)))
         rows = []

@@ -13,6 +13,7 @@ from jax import lax
 from jaxcomm.checks import Rule, check_count, check_range, count, number
 from jaxcomm.collectives.axis import other_axes, to_varying
 from jaxcomm.exchange import (
+    WHERE,
     Exchange,
     ExchangeState,
     Where,
@@ -23,7 +24,9 @@ from jaxcomm.exchange import (
     join_trees,
     keep_unless,
     leaf_name,
+    of_part,
     transformation,
+    without_frozen,
     zeros_unless,
 )
 from jaxcomm.kernels.numerics import is_applicable_tree, widened
@@ -155,6 +158,8 @@ class LocalSgd(LocalExchange):
         super().__post_init__()
         if isinstance(self.fragments, list):
             object.__setattr__(self, "fragments", tuple(self.fragments))  # what is static is hashed
+        for where in self.fragments if isinstance(self.fragments, tuple) else ():
+            WHERE.check("fragments", where)
         steps, P = self.steps, self.turns
         check_count("fragments", P, 1, "1 exchanges all parameters at once")
         check_range("steps", steps, f"a multiple of fragments ({P})", steps % P == 0, f"{-(-steps // P) * P} is one")
@@ -164,7 +169,7 @@ class LocalSgd(LocalExchange):
     @property
     def streams(self) -> bool:
         """Whether it exchanges in fragments, merges later, or mixes, unlike plain DiLoCo."""
-        return self.turns > 1 or self.overlap > 0 or self.mix > 0
+        return isinstance(self.fragments, tuple) or self.turns > 1 or self.overlap > 0 or self.mix > 0
 
     @property
     def period(self) -> int:
@@ -196,7 +201,8 @@ class LocalSgd(LocalExchange):
         return self.first_state(tuple(Fragment(self._first(part), jnp.zeros((), jnp.int32)) for part in parts))
 
     def _first(self, anchor: PyTree) -> Anchored:
-        inner = self.exchange.init(anchor)
+        with of_part():
+            inner = self.exchange.init(anchor)
         check_exchange(inner, "exchange of local_sgd", self.axes)
         return Anchored(anchor, inner, (self.outer or nesterov()).init(anchor))
 
@@ -234,6 +240,7 @@ class LocalSgd(LocalExchange):
         mean, inner = self.exchange.update(gradient, old.exchange, old.anchor)
         metrics = get_exchange(inner).metrics
         change, outer = (self.outer or nesterov()).update(mean, old.outer, old.anchor)
+        change = without_frozen(change, get_exchange(inner))
         ok = metrics.skipped == 0
         anchor = jax.tree.map(lambda a, c: a + jnp.where(ok, c, 0.0), old.anchor, change)
         return Anchored(anchor, inner, keep_unless(ok, outer, old.outer)), metrics

@@ -4,7 +4,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Annotated, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -111,6 +111,8 @@ class PowerSgd(Exchange):
     _: KW_ONLY
     dense_below: Annotated[int, count(0, "0 leaves it to the rank which tensors are compressed")] = 512
     seed: int = 0
+
+    needs_matrices: ClassVar[bool] = True
 
     def plan(self, tree: PyTree) -> Layout:
         def pays(shape: tuple[int, ...]) -> bool:

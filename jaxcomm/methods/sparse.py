@@ -151,7 +151,7 @@ class SparseExchange(Exchange):
 
 
 def exchange_densely(
-    gradient: Gradient, vector: Accumulated, axis_name: str, mask: jax.Array | None = None
+    gradient: Gradient, vector: Accumulated, axis_name: str, mask: jax.Array | None = None, decay: float = 1.0
 ) -> Exchanged:
     """Sends the coordinates in the mask by one dense all-reduce of float32: 2 (K-1)/K * 4 bytes a parameter.
 
@@ -163,6 +163,7 @@ def exchange_densely(
       vector: gradient + residual of the compressed leaves.
       axis_name: the axis of workers.
       mask: (n/32,) uint32; None sends everything, which empties the residual and counts as drained.
+      decay: of what stays in the residual.
     """
     layout, x = gradient.layout, vector.sum()
     sends = x if mask is None else jnp.where(unpack(mask), x, 0.0)
@@ -178,7 +179,7 @@ def exchange_densely(
     n = len(layout.tensor_sizes)
     compressed = layout.as_leaves(means[:n])
     ok, means = ok & is_finite_narrow(compressed), layout.join(compressed, means[n : n + len(dense)])
-    remainder = jnp.zeros_like(vector.residual) if mask is None else (x - sends)[None]
+    remainder = jnp.zeros_like(vector.residual) if mask is None else np.float32(decay) * (x - sends)[None]
     drained = mask is None and bool(layout.sizes)
     metrics = ExchangeMetrics.of(ok, n_sent, drained=drained)
     return Exchanged(zeros_unless(ok, means), jnp.where(ok, remainder, vector.residual), metrics)

@@ -1,5 +1,6 @@
 """SparseLoCo: local steps, of which the largest changes are sent in two bits a value."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -59,6 +60,7 @@ def sparse_loco(
       axis_name: the axis of workers.
     """
     check_count("chunk", chunk, BLOCK, f"Take a multiple of {BLOCK}; the paper has 4096")
-    exchange = topk(1 - KEPT / chunk, chunk=chunk, value_dtype="2bit", decay=decay, axis_name=axis_name)
+    sparsity = math.nextafter(1 - KEPT / chunk, 1)  # of which exactly 64 are left, however it is rounded
+    exchange = topk(sparsity, chunk=chunk, value_dtype="2bit", decay=decay, axis_name=axis_name)
     streaming: dict[str, Any] = {"fragments": fragments, "overlap": overlap, "mix": mix}
     return local_sgd(steps, exchange=exchange, outer=optax.sgd(learning_rate), **streaming, axis_name=axis_name)

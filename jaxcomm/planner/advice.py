@@ -43,6 +43,7 @@ from jaxcomm.planner.prediction import (
     verdict_of,
     without_latency,
 )
+from jaxcomm.state import trained, with_untrained
 from jaxcomm.steps.batch import Batch, check_batch, check_global
 from jaxcomm.steps.loss import gradients_of as gradients_fn_of
 from jaxcomm.steps.loss import loss_of
@@ -133,8 +134,11 @@ def advise(
             )
         # A step also averages its loss.
         metrics = Traffic("all_reduce", 4, workers, axes=axis_names(axis_name))
+        whole, params = params, trained(params)  # integers are parts of the model that no step trains
         question = _make_question(methods, params, dense_layers, bench.sizes, axis_name, [metrics])
-        loss = loss_of(lambda params, batch: _scalar(loss_fn(params, batch)), False, False, axis_name)
+        loss = loss_of(
+            lambda params, batch: _scalar(loss_fn(with_untrained(params, whole), batch)), False, False, axis_name
+        )
         check_batch(batch, workers, batch_axis=batch_axis)
         check_global(batch, batch_axis)
         parts = Batch.of(batch, batch_axis)

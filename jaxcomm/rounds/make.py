@@ -15,6 +15,7 @@ from jaxcomm.checks import check_count, check_range, check_transformation, posit
 from jaxcomm.exchange import Exchange, ExchangeTransformation, keep_unless, leaf_name, zeros_unless
 from jaxcomm.kernels.numerics import is_applicable_tree
 from jaxcomm.methods.local_sgd import nesterov
+from jaxcomm.order import check_outer
 from jaxcomm.rounds import records
 from jaxcomm.rounds.clock import Clock, WallClock
 from jaxcomm.rounds.log import Log
@@ -126,6 +127,7 @@ def rounds(
     method.check_packs()
     if outer is not None:
         check_transformation("outer", outer)
+        check_outer(outer, params)
     check_count("steps", steps, 1, "DiLoCo has 500, SparseLoCo 30")
     check_count("quorum", quorum, 1, "1 lets a worker train alone")
     if total is not None:

@@ -1,3 +1,5 @@
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -123,3 +125,19 @@ def test_sharded_parameters():
 def test_bad_numbers_of_workers(workers):
     with pytest.raises(ValueError, match=f"workers must be an integer of at least 1; got {workers}"):
         jc.resize_workers(state_of(2), workers)
+
+
+@pytest.mark.parametrize("new", [1, 2, 6])
+def test_random_keys(new):
+    """Words of keys have no mean: new rows have the keys of old ones."""
+    tx = jc.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(0.1), jc.local_sgd(2, exchange=jc.plump_dp()))
+    step = jc.make_train_step(lambda params, batch: jnp.mean((batch - params["w"]) ** 2), tx, jc.make_mesh(data=3))
+    state, _ = step(step.init({"w": jnp.ones(2)}), np.ones((6, 2), np.float32))
+    old = state.opt_state[0].rng_key.rows
+    keys = jax.random.split(jax.random.key(5), 3) if jnp.issubdtype(old.dtype, jax.dtypes.prng_key) else None
+    assert keys is not None
+    link = state.opt_state[0]._replace(rng_key=dataclasses.replace(state.opt_state[0].rng_key, rows=keys))
+    resized = jc.resize_workers((link, *state.opt_state[1:]), new)[0].rng_key.rows
+    words = [tuple(row) for row in np.asarray(jax.random.key_data(keys))]
+    places = {1: [0], 2: [0, 1], 6: [0, 0, 1, 1, 2, 2]}[new]
+    assert [tuple(row) for row in np.asarray(jax.random.key_data(resized))] == [words[place] for place in places]

@@ -13,6 +13,7 @@ import pytest
 import jaxcomm as jc
 from jaxcomm.checks import count
 from jaxcomm.exchange import Exchange
+from jaxcomm.kernels.noise import make_key
 from tests.jaxcomm.cases import CASES, FIRST
 from tests.marks import slow_except
 from tests.refusals import refused
@@ -85,6 +86,42 @@ NUMBERS = [
 def test_numbers(name, factory, values):
     for value in values:
         refused(lambda value=value: factory(**{name: value}), f"{name} must be ", f"; got {value!r}. ")
+
+
+SEEDED = [jc.dct_dp, jc.iwp, jc.powersgd, jc.quant_dp, jc.random_k, jc.slim_dp, jc.terngrad]
+
+
+@pytest.mark.parametrize("factory", SEEDED)
+def test_seeds(factory):
+    for value in (1.5, None, "1", True):
+        refused(lambda value=value: factory(seed=value), "seed must be an integer", f"got {value!r}")
+
+
+def test_seeds_of_any_size():
+    keys = [int(make_key(seed, 7)) for seed in (0, 1, -1, 2**31, 2**32 - 1, 2**40 + 1)]
+    assert keys[1] == keys[5]  # the words are 32 bits
+    assert keys[2] == keys[4]
+    assert len(set(keys)) == 4
+    assert keys[0] == int(make_key(jnp.int32(0), 7))
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "value"),
+    [
+        ("axis_name", jc.topk, None),
+        ("axis_name", jc.topk, ["data"]),
+        ("axis_name", jc.plump_dp, 3),
+        ("checksum", jc.topk, "no"),
+        ("exchange", lambda exchange: jc.hierarchical(exchange), jc.topk),
+        ("exchange", lambda exchange: jc.local_sgd(2, exchange=exchange), None),
+        ("others", lambda others: jc.topk(where="w", others=others), "plump_dp"),
+        ("outer", lambda outer: jc.local_sgd(2, exchange=jc.plump_dp(), outer=outer), 0.7),
+        ("fragments", lambda fragments: jc.local_sgd(2, exchange=jc.plump_dp(), fragments=[fragments]), "("),
+    ],
+)
+def test_other_kinds_of_values(name, make, value):
+    got = getattr(value, "__name__", None) or (repr(value) if name in ("axis_name", "checksum", "fragments") else "")
+    refused(lambda: make(**{name: value}), f"{name} must be ", "got ", got)
 
 
 # As above, with what the message offers; a gradient must be seen.

@@ -11,6 +11,7 @@ from tests.jaxcomm import trees
 from tests.jaxcomm.train_steps import init_state
 from tests.jaxcomm.workers import Simulated
 from tests.reference.ef21 import Ef21Reference
+from tests.refusals import refused
 
 K, TREE = 3, "matrix and vectors"
 trees.TREES[TREE] = {"w": (50, 60), "v": (1025,), "b": (3,)}
@@ -81,3 +82,10 @@ def test_another_number_of_workers():
     state = workers.step(gradients(0), workers.first).state
     resized = jc.resize_workers(state.replace(residual=jc.PerWorker(state.residual.rows[:, 0])), 2)
     np.testing.assert_allclose(-resized.residual.rows.mean(0), state.memory, atol=1e-6)
+
+
+def test_rows_of_16_bits():
+    """Their mean would move away from the estimate, step after step."""
+    refused(
+        lambda: jc.ef21(0.9, residual_dtype="bfloat16"), "residual_dtype must be float32 for ef21", "got 'bfloat16'"
+    )

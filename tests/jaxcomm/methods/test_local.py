@@ -430,3 +430,8 @@ def test_processes_wait_only_at_exchanges(tmp_path, chain, moves):
     np.testing.assert_allclose(positions[:, 0], expected, rtol=1e-6)
     np.testing.assert_allclose(positions[:, 1:3], [[1 - 3 * moves, 2 * (1 - 6 * moves)]] * 2, rtol=1e-6)
     assert positions[0, 3] == positions[1, 3]
+
+
+def test_a_single_fragment_by_its_pattern():
+    tx = jc.local_sgd(2, exchange=jc.plump_dp(), fragments=["w"])
+    refused(lambda: jax.eval_shape(tx.init, {"v": jnp.zeros(3), "w": jnp.zeros(3)}), "fragments", "'v' too", "('w',)")

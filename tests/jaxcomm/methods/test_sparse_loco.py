@@ -1,5 +1,7 @@
 """SparseLoCo against its algorithm, and its parts: chunks, values of few bits, decay."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -107,6 +109,12 @@ def test_size_of_a_payload():
     assert 4 * n / report.received_in_exchange >= 195
     report = jc.wire_report(jc.topk(0.99, value_dtype="2bit", collective="gather"), LARGE, workers=2)
     assert 8 * report.received / (0.01 * n) <= 10.8
+
+
+@pytest.mark.parametrize("chunk", [1024, 3072, 4096, 11264, 12288, 15360])
+def test_64_of_any_chunk(chunk):
+    sparsity = jc.sparse_loco(1, chunk=chunk).method.exchange.method.sparsity
+    assert chunk - math.floor(chunk * sparsity) == 64
 
 
 def test_compiled_bytes():

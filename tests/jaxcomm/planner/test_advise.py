@@ -339,3 +339,12 @@ def test_exit_codes(tmp_path, capsys):
 
 def loss_fn_less():
     return 3
+
+
+def test_integers_among_the_parameters():
+    def loss(params, batch):
+        return jnp.mean((batch @ params["w"]) ** 2) + params["table"].sum()
+
+    params = {"w": jnp.ones((4, 4)), "table": jnp.arange(3)}
+    options = {"methods": {"topk": jc.topk(0.5)}, "seconds": 1, "optimizer": optax.sgd(0.1)}
+    assert "16 parameters" in str(advise(loss, params, np.ones((8, 4), np.float32), jc.make_mesh(data=2), **options))

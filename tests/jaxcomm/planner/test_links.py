@@ -141,3 +141,16 @@ def test_start_of_a_program(monkeypatch):
     program = Program(always=(Traffic("all_reduce", 4096, 2, axes=("data",)),))
     latency = measure_links(jc.make_mesh(data=2), [program]).table["all_reduce", ("data",)]
     assert 0.01 < latency.latency < 0.04
+
+
+def test_a_link_that_answers_slowly(monkeypatch):
+    """0.3 s of delay are not 0.3 s of transfer: larger messages are measured as well."""
+    module = sys.modules[measure_links.__module__]
+    sizes = iter(size for size in module._BYTES for _ in range(2 if size == module._BYTES[0] else 1))
+    chained = iter([1, module._CHAINED, *[1] * len(module._BYTES)])
+    monkeypatch.setattr(module, "time_calls", lambda *_: [next(chained) * 0.3 + 1e-7 * next(sizes)] * 4)
+    program = Program(always=(Traffic("all_reduce", 4096, 2, axes=("data",)),))
+    link = measure_links(jc.make_mesh(data=2), [program]).table["all_reduce", ("data",)]
+    assert len(link.points) > 2
+    assert link.latency == pytest.approx(0.3, rel=0.1)
+    assert link.bits_per_second == pytest.approx(8e7, rel=0.2)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
 from jaxcomm.exchange import get_exchange
@@ -194,3 +195,21 @@ def test_refusals():
     mesh, tx = jc.make_mesh(data=2, model=2), jc.chain(jc.topk(0.5), optax.sgd(0.1), delay=1)
     with pytest.raises(ValueError, match=r"delay must be 0 in a chain that is split at its exchange.*Leave it out"):
         jc.make_train_step(lambda p, x: ((x @ p["w"]) ** 2).mean(), tx, mesh, specs={"w": jax.P("model")}).init(PARAMS)
+
+
+def test_gradients_of_another_type():
+    """The state's types stay, so that a loop over steps can carry it."""
+    tx, params = jc.chain(jc.plump_dp(), optax.sgd(0.1), delay=1), {"w": jnp.ones(3, jnp.bfloat16)}
+    gradients = {"w": jnp.ones(3, jnp.float32)}
+
+    def run(gradients):
+        state = tx.init(params)
+        return jax.tree.map(lambda a, b: (a.dtype, b.dtype), state, tx.update(gradients, state, params)[1])
+
+    spec, found = P(), []
+    mapped = jax.shard_map(
+        lambda x: found.append(run(x)) or x, mesh=jc.make_mesh(data=2), in_specs=spec, out_specs=spec, check_vma=False
+    )
+    jax.eval_shape(mapped, gradients)
+    pairs = jax.tree.leaves(found, is_leaf=lambda node: isinstance(node, tuple) and len(node) == 2)
+    assert all(before == after for before, after in pairs if isinstance(before, np.dtype))
