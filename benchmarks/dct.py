@@ -38,7 +38,7 @@ from train.loop import train
 from train.methods import make_exchange
 from train.processes import Processes, prepare_jax
 from train.records import Record, Records
-from train.tables import print_table, stdev
+from train.tables import format_cell, print_table, stdev
 
 TRAIN_STEPS = 100  # the last steps, over which the train loss is averaged
 
@@ -110,6 +110,7 @@ _COLUMNS = (
     *("test_loss", "stdev", "paper_loss", "minus_dense", "stdev_minus_dense", "paper_minus_dense"),
     *("accuracy", "paper_accuracy", "auc", "auc_stdev", "bytes_per_step", "ratio_to_dense"),
 )
+_SCORES = ("train_loss", "train_accuracy", "test_loss", "accuracy", "auc")
 _SAME = ("experiment", "seeds", "steps", "life_span")  # fields that all records of a table share
 
 
@@ -155,11 +156,11 @@ def main(config: Config) -> None:
         key = {name: getattr(setting, name) for name in ("system", "stages", "sparsity")}
         record = store.get(key, partial(train_setting, setting, config, records[0] if records else None))
         records.append(record | _paper(setting))
-        last = records[-1]
+        last = {name: format_cell(records[-1][name]) for name in _SCORES}
         print(
             f"{len(records)}/{len(settings)} {setting.system} {setting.stages} {setting.sparsity}: train loss "
-            f"{last['train_loss']:.4f}, accuracy {last['train_accuracy']:.2f}%; test loss {last['test_loss']:.4f}, "
-            f"accuracy {last['accuracy']:.2f}%, AUC {last['auc']:.4f}",
+            f"{last['train_loss']}, accuracy {last['train_accuracy']}%; test loss {last['test_loss']}, accuracy "
+            f"{last['accuracy']}%, AUC {last['auc']}",
             flush=True,
         )
     print_table(
@@ -192,6 +193,7 @@ def experiment_of(setting: Setting, config: Config) -> tuple[Experiment, Method]
         steps=config.steps,
         eval_every=config.steps,
         checkpoint_every=config.steps,
+        max_skipped=config.steps + 1,  # one that diverges is a result
         **({"learning_rate": setting.learning_rate} if config.experiment == Config.experiment else {}),
         workers=2 if setting.compresses_gradients else 1,
         stages=setting.stages,

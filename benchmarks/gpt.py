@@ -31,7 +31,7 @@ import numpy as np
 from benchmarks import harness
 from benchmarks.conditions import CONDITIONS, check_control, headed
 from benchmarks.harness import Control, HostOptions
-from benchmarks.papers.report import Difference, Lines, columns, draw
+from benchmarks.papers.report import Difference, Lines, columns, draw, or_infinite
 from configs import CONFIGS
 from configs.experiment import Architecture, BoundaryFields, Experiment
 from configs.methods import DctDp, Demo, LocalSgd, Method, PlumpDp, PowerSgd, SparseLoco, TopK
@@ -190,7 +190,7 @@ def train_methods(config: Config, records: Records) -> None:
             {
                 "method": name,
                 **columns("loss", losses, gain, "minus_dense"),
-                "bits_per_byte": statistics.fmean(run["scores"]["bits_per_byte"] for run in method_runs),
+                "bits_per_byte": statistics.fmean(or_infinite([run["scores"]["bits_per_byte"] for run in method_runs])),
                 "bytes_per_step": bytes_per_step,
                 "fewer_than_dense": method_runs[0]["dense_bytes"] / bytes_per_step if bytes_per_step else None,
                 "ms_per_step": timed and timed["ms_mean"],
@@ -224,7 +224,7 @@ def train_methods(config: Config, records: Records) -> None:
 
 def _most_for_bytes(runs: dict[str, list[Record]]) -> str:
     """Returns the finding of the panel over bytes: where the best of the compressed methods ends, and dense."""
-    last = {name: statistics.fmean(run["losses"][-1] for run in own) for name, own in runs.items()}
+    last = {name: statistics.fmean(losses[-1] for losses in _losses(own)) for name, own in runs.items()}
     received = {name: own[0]["received"][-1] for name, own in runs.items()}
     compressed = [name for name in runs if received[name] < received["dense"]]
     if not compressed:
@@ -242,8 +242,8 @@ def _most_for_time(lines: Lines) -> str:
     return f"after {end:.0f} s {best} is ahead: {then[best]:.2f}, dense {then['dense']:.2f}"
 
 
-def _losses(runs: list[Record]) -> list[list[float | None]]:
-    return [run["losses"] for run in runs]
+def _losses(runs: list[Record]) -> list[list[float]]:
+    return [or_infinite(run["losses"]) for run in runs]
 
 
 def _key(config: Config, name: str, workers: int) -> Record:

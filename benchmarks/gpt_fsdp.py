@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
 from benchmarks import gpt, harness
-from benchmarks.papers.report import Difference, columns
+from benchmarks.papers.report import Difference, columns, or_infinite
 from configs.experiment import Experiment
 from configs.methods import PlumpDp
 from jaxcomm.accounting.hlo import read_program
@@ -72,7 +72,7 @@ def main(config: Config) -> None:
             {
                 "bits": bits,
                 **columns("loss", losses, gain, "minus_32_bits"),
-                "bits_per_byte": statistics.fmean(run["bits_per_byte"] for run in runs_of_bits),
+                "bits_per_byte": statistics.fmean(or_infinite([run["bits_per_byte"] for run in runs_of_bits])),
                 "bytes_per_step": runs_of_bits[0]["bytes_per_step"],
                 "fewer_than_32_bits": dense[0]["bytes_per_step"] / runs_of_bits[0]["bytes_per_step"],
             }

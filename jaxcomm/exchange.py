@@ -259,8 +259,6 @@ class Exchange:
             check_range(name, value, "no array of JAX's", not isinstance(value, jax.Array), remedy)
             if name in rules:
                 rules[name].check(name, value)
-            if name in ("exchange", "others", "outer") and (value is not None or name == "exchange"):
-                check_transformation(name, value)
             if name == "seed":
                 _SEED.check(name, value)
         if self.where is None and self.others is not None:
@@ -399,6 +397,9 @@ class Exchange:
 
     def transform(self) -> optax.GradientTransformation:
         """Returns the Optax transformation."""
+        for name, value in vars(self).items():
+            if name == "exchange" or (name in ("others", "outer") and value is not None):
+                check_transformation(name, value)
         init: Any = promotes(self.init)
         update: Any = promotes(self.update)
         bound = ExchangeTransformation(init, update)

@@ -18,18 +18,18 @@ class Difference:
     """Differences of pairs, such as accuracies of the same seed.
 
     Attributes:
-      mean: of the differences.
-      error: the standard error of the mean; None for a single pair.
+      mean: of the differences; infinite, or NaN, if a run has diverged.
+      error: the standard error of the mean; None for a single pair, or if a run has diverged.
     """
 
     mean: float
     error: float | None
 
     @classmethod
-    def of(cls, ours: Sequence[float], theirs: Sequence[float]) -> "Difference":
-        """Subtracts `theirs` from `ours`, pair by pair."""
-        pairs = [mine - yours for mine, yours in zip(ours, theirs, strict=True)]
-        error = stdev(pairs)
+    def of(cls, ours: Sequence[float | None], theirs: Sequence[float | None]) -> "Difference":
+        """Subtracts `theirs` from `ours`, pair by pair; None is the loss of a run that has diverged."""
+        pairs = [mine - yours for mine, yours in zip(or_infinite(ours), or_infinite(theirs), strict=True)]
+        error = stdev(pairs) if all(map(math.isfinite, pairs)) else None
         return cls(statistics.fmean(pairs), None if error is None else error / math.sqrt(len(pairs)))
 
     def exceeds(self, bound: float = 0.0) -> bool | None:
@@ -65,10 +65,17 @@ class Difference:
         return f"{self.mean:+.2f}" + ("" if self.error is None else f" (standard error {self.error:.2f})")
 
 
-def columns(name: str, values: Sequence[float], difference: Difference, label: str) -> dict[str, float | None]:
+def or_infinite(losses: Sequence[float | None]) -> list[float]:
+    """Returns losses with infinity for None: a record has no number for a run that has diverged."""
+    return [math.inf if loss is None else loss for loss in losses]
+
+
+def columns(name: str, values: Sequence[float | None], difference: Difference, label: str) -> dict[str, float | None]:
     """Returns columns of a table: the mean of values, their deviation, and the mean of a difference and its error."""
-    mean, error = difference.mean, difference.error
-    return {name: statistics.fmean(values), "stdev": stdev(values), label: mean, "standard_error": error}
+    numbers = or_infinite(values)
+    deviation = stdev(numbers) if all(map(math.isfinite, numbers)) else None
+    own = {name: statistics.fmean(numbers), "stdev": deviation}
+    return own | {label: difference.mean, "standard_error": difference.error}
 
 
 _VERDICTS = {True: "holds here", False: "does NOT hold here", None: "is not told apart here"}

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.papers import __main__ as papers
 from benchmarks.papers import common, timing
 from benchmarks.papers.common import Config, first_reaching
-from benchmarks.papers.report import Difference, all_hold, draw, print_cause, print_claim
+from benchmarks.papers.report import Difference, all_hold, columns, draw, print_cause, print_claim
 from train.records import Records
 
 
@@ -208,3 +208,11 @@ def test_a_failure_ends_no_other(monkeypatch, capsys, tmp_path):
     run("--only", "untimed")
     run("--table", "1", "--only", "timed")
     assert results == ["1", "fig3", "1", "fig3", "1"]
+
+
+def test_a_run_that_diverged():
+    """Its record has None for a loss; what is known of the others is printed."""
+    worse = Difference.of([None, 1.0], [1.0, 1.0])
+    assert (worse.mean, worse.error, worse.exceeds()) == (math.inf, None, None)
+    row = columns("loss", [None, 1.0], worse, "minus_dense")
+    assert row == {"loss": math.inf, "stdev": None, "minus_dense": math.inf, "standard_error": None}
