@@ -730,22 +730,25 @@ def bypasses(state: ExchangeState, path: KeyPath, leaf: PyTree) -> bool:
     return method.others is None or any(bypasses(inner, path, leaf) for inner in exchange_states(state.others))
 
 
-def is_frozen(state: ExchangeState, path: KeyPath, leaf: PyTree) -> bool:
-    """Returns whether a leaf is frozen: left to `others=optax.set_to_zero()`, here or by the exchange inside."""
+def _frozen_in(state: ExchangeState) -> Callable[[KeyPath, PyTree], bool]:
+    """Returns (path, leaf) -> whether a leaf is left to `others=optax.set_to_zero()`, here or by an exchange inside."""
     method = state.method
-    if method.where is None or method.chooses(path, leaf):
-        return any(is_frozen(inner, path, leaf) for inner in exchange_states(state.memory))
-    inner_states = list(exchange_states(state.others))
-    return method.others is not None and (
-        not inner_states or any(is_frozen(inner, path, leaf) for inner in inner_states)
-    )
+    inside, others = ([_frozen_in(inner) for inner in exchange_states(part)] for part in (state.memory, state.others))
+
+    def is_frozen(path: KeyPath, leaf: PyTree) -> bool:
+        if method.where is None or method.chooses(path, leaf):
+            return any(is_inside(path, leaf) for is_inside in inside)
+        return method.others is not None and (not others or any(is_in_others(path, leaf) for is_in_others in others))
+
+    return is_frozen
 
 
 def without_frozen(updates: PyTree, state: ExchangeState) -> PyTree:
     """Returns updates with zeros for frozen leaves, whatever a weight decay behind the exchange has made of them."""
+    is_frozen = _frozen_in(state)
 
     def zero(path: KeyPath, leaf: PyTree) -> Any:
-        return jnp.zeros_like(leaf) if is_frozen(state, path, leaf) else leaf
+        return jnp.zeros_like(leaf) if is_frozen(path, leaf) else leaf
 
     return jax.tree_util.tree_map_with_path(zero, updates)
 

@@ -317,8 +317,8 @@ def _restarted(state: PyTree, step: jax.Array) -> Any:
         if not isinstance(node, ExchangeState):
             return node
         residual = jax.tree.map(jnp.zeros_like, node.residual)
-        memory = jax.tree.map(restarted, node.memory, is_leaf=is_exchange_state)
-        return node.replace(residual=residual, step=jnp.full_like(node.step, step), memory=memory)
+        memory, others = jax.tree.map(restarted, (node.memory, node.others), is_leaf=is_exchange_state)
+        return node.replace(residual=residual, step=jnp.full_like(node.step, step), memory=memory, others=others)
 
     return jax.tree.map(restarted, state, is_leaf=is_exchange_state)
 
