@@ -97,3 +97,18 @@ def test_training_goes_on(name):
         after = jax.tree.map(np.array, jc.state.global_params(state))
         assert all(np.isfinite(after[tensor]).all() for tensor in SHAPES), (fault, workers)
         assert any(np.any(before[tensor] != after[tensor]) for tensor in SHAPES), (fault, workers)
+
+
+def test_a_residual_decays_in_a_warm_up_too():
+    tx, spec = jc.dgc(0.9, decay=0.5, momentum=0.0, warmup_steps=9, dense_below=0), jax.sharding.PartitionSpec()
+    gradient = {"w": jnp.arange(1.0, 2049.0)}
+
+    def run(gradient):
+        _, state = tx.update(gradient, tx.init(gradient), gradient)
+        return state.residual.rows
+
+    mapped = jax.shard_map(run, mesh=jc.make_mesh(data=2), in_specs=spec, out_specs=spec, check_vma=False)
+    row = np.asarray(jax.jit(mapped)(gradient))[0, :2048]
+    kept = row != 0
+    assert 100 < kept.sum() < 2048
+    np.testing.assert_array_equal(row[kept], 0.5 * np.asarray(gradient["w"])[kept])
