@@ -37,7 +37,7 @@ import numpy as np
 
 from benchmarks import gpt, harness
 from benchmarks.mup import Optimizer, Text, Trainer, body_size
-from benchmarks.papers.report import Difference, draw
+from benchmarks.papers.report import Difference, draw, or_infinite
 from benchmarks.power_law import PowerLaw, draws, quantiles
 from configs import CONFIGS
 from configs.methods import Demo, LocalSgd, Method, QuantDp, SparseLoco
@@ -339,7 +339,7 @@ class Ladder:
 
     def losses(self, rung: Rung, name: str, rate: float) -> list[float]:
         """Returns the losses of a rate, by seed; infinity if a run diverged."""
-        return [math.inf if run["loss"] is None else run["loss"] for run in self.runs(rung, name, rate)]
+        return or_infinite([run["loss"] for run in self.runs(rung, name, rate)])
 
     def best(self, rung: Rung, name: str) -> float | None:
         """Returns the rate with the least loss of the first seed, or the carried one; None without."""

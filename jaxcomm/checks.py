@@ -107,6 +107,9 @@ SPARSITY = number(
     "Use 0.99 to send 1%, or plump_dp to send everything",
 )
 Sparsity = Annotated[float, SPARSITY]
+Seed = Annotated[
+    int, Rule("an integer", lambda x: isinstance(x, Integral) and not isinstance(x, bool), "Any will do, such as 0")
+]
 DenseBelow = Annotated[int, count(0, "0 compresses every tensor")]  # elements
 
 

@@ -13,7 +13,6 @@ import re
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, replace
-from numbers import Integral
 from typing import Annotated, Any, ClassVar, NamedTuple, ParamSpec, TypeGuard, cast
 
 import jax
@@ -72,9 +71,6 @@ _AXIS = Rule(
     "the name of an axis of the mesh, or a tuple of names",
     lambda value: isinstance(value, str) or (isinstance(value, tuple) and all(isinstance(x, str) for x in value)),
     '"data" is usual',
-)
-_SEED = Rule(
-    "an integer", lambda value: isinstance(value, Integral) and not isinstance(value, bool), "Any will do, such as 0"
 )
 
 
@@ -259,8 +255,6 @@ class Exchange:
             check_range(name, value, "no array of JAX's", not isinstance(value, jax.Array), remedy)
             if name in rules:
                 rules[name].check(name, value)
-            if name == "seed":
-                _SEED.check(name, value)
         if self.where is None and self.others is not None:
             raise ValueError("others must be the exchange of what where= leaves out; got no where=. Pass both.")
         if self.checksum and self.checksum_remedy is not None:

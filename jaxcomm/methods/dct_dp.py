@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomm.checks import Sparsity, count, number
+from jaxcomm.checks import Seed, Sparsity, count, number
 from jaxcomm.exchange import Exchanged, ExchangeState, Gradient, keep_unless, own_row, transformation
 from jaxcomm.kernels.platforms import by_platform
 from jaxcomm.layout import Layout
@@ -86,7 +86,7 @@ class DctDp(SparseExchange):
     early: bool = True
     slack: Annotated[float, number("at least 1", lambda x: 1 <= x < math.inf, "1.05 leaves 5% of room")] = 1.05
     drain_every: Annotated[int | None, count(1, "None never drains", or_none=True)] = None
-    seed: int = 0
+    seed: Seed = 0
 
     always_fits: ClassVar[bool] = False
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomm.checks import Rule, check_range, count, number, one_of, positive
+from jaxcomm.checks import Rule, Seed, check_range, count, number, one_of, positive
 from jaxcomm.collectives import axis_size
 from jaxcomm.collectives.axis import to_varying
 from jaxcomm.collectives.masks import MASK_CODECS, MaskUnion
@@ -109,7 +109,7 @@ class Iwp(MomentumCorrection, SharedExchange):
     eps: Annotated[float, positive("The default is small enough for most")] = 1e-6
     life_span: Annotated[int, count(1, "1 refreshes the mask in every step")] = 1
     mask_codec: Annotated[str, one_of((*MASK_CODECS, "auto"), "'auto' takes fewer bytes")] = "auto"
-    seed: int = 0
+    seed: Seed = 0
 
     @property
     def final_density(self) -> float:

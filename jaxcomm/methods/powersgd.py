@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomm.checks import count
+from jaxcomm.checks import Seed, count
 from jaxcomm.collectives import axis_size, dense_mean
 from jaxcomm.exchange import Exchange, Exchanged, ExchangeState, Gradient, transformation, zeros_unless
 from jaxcomm.kernels.numerics import is_finite_narrow
@@ -110,7 +110,7 @@ class PowerSgd(Exchange):
     rank: Annotated[int, count(1, "1 sends least, 2 and 4 are usual, plump_dp sends everything")] = 4
     _: KW_ONLY
     dense_below: Annotated[int, count(0, "0 leaves it to the rank which tensors are compressed")] = 512
-    seed: int = 0
+    seed: Seed = 0
 
     needs_matrices: ClassVar[bool] = True
 

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from jaxcomm.checks import Sparsity, positive
+from jaxcomm.checks import Seed, Sparsity, positive
 from jaxcomm.collectives.sparse import Accumulated
 from jaxcomm.exchange import Gradient, transformation
 from jaxcomm.kernels import bits
@@ -52,7 +52,7 @@ class Pulse(SparseExchange):
     sparsity: Sparsity = 0.95
     _: KW_ONLY
     learning_rate: Annotated[float, positive("1 for local_sgd with sgd(1.0)")] = 1.0
-    seed: int = 0
+    seed: Seed = 0
 
     always_fits: ClassVar[bool] = False
 

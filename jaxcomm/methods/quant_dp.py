@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomm.checks import Rule, check_range, one_of
+from jaxcomm.checks import Rule, Seed, check_range, one_of
 from jaxcomm.codecs.quantize import Buckets, PartCodec
 from jaxcomm.collectives import axis_size
 from jaxcomm.collectives.coded_sum import COLLECTIVES
@@ -74,7 +74,7 @@ class QuantDp(CodedExchange):
     collective: Annotated[str, one_of((*COLLECTIVES, "psum", "auto"), "Or pass 'auto'")] = "auto"
     bucket: Annotated[int, Rule(f"a power of two from 32 to {BLOCK}", _is_bucket, "The paper uses 512")] = 512
     norm: Annotated[Norm, one_of(get_args(Norm), "'max' adds less variance")] = "max"
-    seed: int = 0
+    seed: Seed = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()

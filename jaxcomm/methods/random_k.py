@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxcomm.checks import Sparsity
+from jaxcomm.checks import Seed, Sparsity
 from jaxcomm.codecs import value_codec
 from jaxcomm.collectives.dense import dense_words, read_dense
 from jaxcomm.exchange import Exchanged, ExchangeState, Gradient, Packed, transformation
@@ -44,7 +44,7 @@ class RandomK(SharedExchange):
 
     sparsity: Sparsity = 0.99
     _: KW_ONLY
-    seed: int = 0
+    seed: Seed = 0
 
     def capacity(self, n: int) -> int:
         return n_kept(n, self.sparsity)

@@ -11,7 +11,7 @@ import optax
 from jax import lax
 from jax.flatten_util import ravel_pytree
 
-from jaxcomm.checks import check_range, count, number, one_of, positive
+from jaxcomm.checks import Seed, check_range, count, number, one_of, positive
 from jaxcomm.collectives import axis_size
 from jaxcomm.collectives.axis import other_axes, to_varying
 from jaxcomm.collectives.messages import all_gather_same, all_to_all, sum_of
@@ -101,7 +101,7 @@ class SlimDp(LocalExchange):
     c: Annotated[float | None, positive("None takes the default of the docstring", or_none=True)] = None
     server_rate: Annotated[float | None, positive("None takes the default of the docstring", or_none=True)] = None
     unsent: Annotated[Unsent, one_of(get_args(Unsent), "'local' is the paper's")] = "local"
-    seed: int = 0
+    seed: Seed = 0
 
     start_remedy: ClassVar[str | None] = "Take local_sgd, whose exchange has it"
     has_positions: ClassVar[bool] = False  # in parts: one vector has all parameters

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomm.checks import positive
+from jaxcomm.checks import Seed, positive
 from jaxcomm.codecs.quantize import Integers, PartCodec, Ternary
 from jaxcomm.collectives import axis_size
 from jaxcomm.exchange import transformation
@@ -44,7 +44,7 @@ class TernGrad(CodedExchange):
     """
 
     clip: Annotated[float | None, positive("The paper uses 2.5 standard deviations", or_none=True)] = 2.5
-    seed: int = 0
+    seed: Seed = 0
 
     @property
     def pack_remedy(self) -> str | None:
