@@ -286,6 +286,25 @@ def check(experiment: Experiment, num_processes: int) -> None:
         )
 
 
+def check_given(experiment: Experiment, default: Experiment) -> None:
+    """Refuses what a user gave to a run in rounds, which would ignore it: a worker evaluates once, at its end.
+
+    Args:
+      experiment: the fields.
+      default: those of the named experiment; a field that differs was given.
+
+    Raises:
+      ValueError: with the rule, the options and the remedy.
+    """
+    names = ("eval_every", "checkpoint_every", "connect_timeout", "peer_timeout")
+    given = {name: value for name in names if (value := getattr(experiment, name)) != getattr(default, name)}
+    if given and experiment.rounds is not None:
+        raise ValueError(
+            "--rounds must go without options of checkpoints, processes and evaluations, of which a worker has one, at "
+            f"its end; got {shown(given)}. Leave these out."
+        )
+
+
 def _check_numbers(experiment: Experiment) -> None:
     """Refuses numbers that are out of range; NaN always is."""
     counts = ("steps", "workers", "global_batch", "eval_every", "checkpoint_every", "stages", "micro_batches", "slices")

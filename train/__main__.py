@@ -21,7 +21,7 @@ import jax
 import tyro
 
 from configs import CONFIGS, take_config
-from configs.experiment import BoundaryFields, Experiment, check, with_fewer
+from configs.experiment import BoundaryFields, Experiment, check, check_given, with_fewer
 from configs.methods import Method, PlumpDp
 from train.goodput import Goodput
 from train.processes import Processes, connect, is_addressed, prepare_jax
@@ -115,7 +115,7 @@ def parse(argv: Sequence[str]) -> Experiment:
     A method's subcommand may also have the library's name: "method:topk" is "method:top-k".
 
     Raises:
-      ValueError: if there is no experiment of that name.
+      ValueError: if there is no experiment of that name; see `configs.experiment.check_given`.
     """
     default, args = take_config(argv)
     subcommands = {
@@ -123,13 +123,15 @@ def parse(argv: Sequence[str]) -> Experiment:
         for kind in get_args(Method)
     }
     args, name = [subcommands.get(argument, argument) for argument in args], default.name
-    return tyro.cli(
+    experiment = tyro.cli(
         Experiment,
         default=default,
         args=args,
         prog=f"python -m train {name}",
         description=f"Experiments: {', '.join(CONFIGS)}. The defaults below are those of {name!r}.",
     )
+    check_given(experiment, default)
+    return experiment
 
 
 def run_in_rounds(experiment: Experiment, processes: Processes) -> int:

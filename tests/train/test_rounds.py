@@ -91,6 +91,13 @@ def test_options_that_do_not_go_with_rounds(options, said):
         check(experiment, 1)
 
 
+@pytest.mark.parametrize("option", ["--eval-every", "--checkpoint-every", "--connect-timeout", "--peer-timeout"])
+def test_options_that_a_worker_would_ignore(option):
+    with pytest.raises(ValueError, match=f"--rounds must go without .*{option} 7"):
+        parse(["digits", "--rounds", "store", option, "7", *OPTIONS, *METHOD])
+    parse(["digits", option, "7"])
+
+
 def test_methods_without_local_steps():
     with pytest.raises(ValueError, match="--rounds must have local steps; got method:topk"):
         check(parse(["digits", "--rounds", "store", "method:topk"]), 1)
