@@ -106,7 +106,8 @@ class LocalSgd(LocalExchange):
 
     `make_train_step` keeps a row per worker of the parameters and of the local optimizer's state, and
     `global_params(state)` returns the anchor, which is the model to evaluate. If the exchange is skipped, the anchor
-    and the outer optimizer's state stay, and training continues to the next exchange.
+    and the outer optimizer's state stay, and training continues to the next exchange. Parameters of 16 bits continue
+    from it to a rounding, as updates have their type.
 
     `jc.chain(optax.adamw(3e-4), jc.local_sgd(100, exchange=jc.plump_dp()))`. Received: those of the
     exchange, once in `steps`. Memory: 4 bytes a parameter, and what the exchange and the outer optimizer keep.
