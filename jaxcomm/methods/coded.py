@@ -1,7 +1,7 @@
 """The exchanges that code every coordinate in a few bits: quant_dp, terngrad, sign."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -11,29 +11,14 @@ from jax import lax
 from jaxcomm.checks import DenseBelow, one_of
 from jaxcomm.codecs.quantize import PartCodec
 from jaxcomm.collectives import axis_size, dense_mean
-from jaxcomm.collectives.coded_sum import COLLECTIVES, coded_sum, integer_sum
+from jaxcomm.collectives.coded_sum import COLLECTIVES, coded_sum
 from jaxcomm.collectives.dense import dense_words, read_dense
+from jaxcomm.collectives.reduced import Reduced
 from jaxcomm.exchange import Exchange, Exchanged, ExchangeState, Gradient, Packed, zeros_unless
 from jaxcomm.kernels.numerics import is_finite_narrow
 from jaxcomm.kernels.vectors import Stored, Vector, computed_end_to_end
 from jaxcomm.layout import Layout, plan_layout
 from jaxcomm.types import ExchangeMetrics, PyTree
-
-
-class Summands(NamedTuple):
-    """A worker's small integers, and what they stand for.
-
-    Attributes:
-      codes: (n,) int8 or int16.
-      scales: (m,) float32 of n / m numbers each, the same on all workers.
-      unit: the integer that stands for a scale.
-      ok: () bool, whether the worker's vector is ok.
-    """
-
-    codes: jax.Array
-    scales: jax.Array
-    unit: int
-    ok: jax.Array
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,22 +41,21 @@ class CodedExchange(Exchange):
     def checksum_remedy(self) -> str | None:
         return None
 
-    def summands(self, vector: jax.Array, layout: Layout, step: jax.Array) -> Summands | None:
-        """Returns what `integer_sum` adds up; None if the codes are summed by `coded_sum`."""
-        del vector, layout, step
-        return None
-
     def codecs(self, layout: Layout, step: jax.Array, worker: jax.Array | int) -> tuple[PartCodec, PartCodec]:
         """Returns the codecs for a worker's vector, by the worker's number, and for a sum of vectors."""
         raise NotImplementedError
 
-    def scaled(self, vector: Vector, layout: Layout) -> tuple[Vector, jax.Array, jax.Array]:
-        """Returns what to code, the scales (m,) of n / m numbers each for the mean, and whether the vector is ok.
+    def summed(self, vector: Vector, layout: Layout, step: jax.Array) -> tuple[Reduced, jax.Array, int]:
+        """Returns the sum over the workers, its scales (m,) of n / m numbers each, and what stands for one scale in it.
 
-        The codec may find it broken as well.
+        The scales are the same on all workers.
         """
-        del layout
-        return vector, jnp.ones(1, jnp.float32), jnp.asarray(True)
+        return self.coded(vector, jnp.asarray(True), layout, step), jnp.ones(1, jnp.float32), 1
+
+    def coded(self, vector: Vector, ok: jax.Array, layout: Layout, step: jax.Array) -> Reduced:
+        """Returns `coded_sum` of each worker's vector, in the method's codecs."""
+        codecs = self.codecs(layout, step, lax.axis_index(self.axis_name))
+        return coded_sum(vector, ok, *codecs, self.collective, self.axis_name, self.checksum)
 
     def plan(self, tree: PyTree) -> Layout:
         return plan_layout(tree, dense_below=self.dense_below, capacity=lambda n: n)
@@ -82,14 +66,7 @@ class CodedExchange(Exchange):
         residual = gradient.residual
         if layout.sizes:
             x: Vector = Stored(gradient.vector()) if residual is None else gradient.accumulated()
-            if (summands := self.summands(x.sum(), layout, state.step)) is not None:
-                scales, unit = summands.scales, summands.unit
-                summed = integer_sum(summands.codes, summands.ok, self.axis_name)
-            else:
-                vector, scales, is_ok = self.scaled(x, layout)
-                axis_name, unit = self.axis_name, 1
-                codecs = self.codecs(layout, state.step, lax.axis_index(axis_name))
-                summed = coded_sum(vector, is_ok, *codecs, self.collective, axis_name, self.checksum)
+            summed, scales, unit = self.summed(x, layout, state.step)
             max_sum = unit * axis_size(self.axis_name)  # that a sum can be, in integers
             factors = scales * np.float32(1 / max_sum)
             mean = (summed.total(summed.ok).reshape(scales.size, -1) * factors[:, None]).reshape(-1)

@@ -11,12 +11,14 @@ from jax import lax
 from jaxcomm.checks import Rule, Seed, check_range, one_of
 from jaxcomm.codecs.quantize import Buckets, PartCodec
 from jaxcomm.collectives import axis_size
-from jaxcomm.collectives.coded_sum import COLLECTIVES
+from jaxcomm.collectives.coded_sum import COLLECTIVES, integer_sum
+from jaxcomm.collectives.reduced import Reduced
 from jaxcomm.exchange import transformation
 from jaxcomm.kernels import noise
 from jaxcomm.kernels.scopes import ENCODE, EXCHANGE
+from jaxcomm.kernels.vectors import Vector
 from jaxcomm.layout import BLOCK, Layout
-from jaxcomm.methods.coded import CodedExchange, Summands
+from jaxcomm.methods.coded import CodedExchange
 
 Width = Literal[2, 4, 8, 16]
 Norm = Literal["max", "l2"]
@@ -94,10 +96,10 @@ class QuantDp(CodedExchange):
         adds_up = self.collective == "auto" and self.bits == 8 and workers <= AUTO_WORKERS and not self.checksum
         return "psum" if adds_up or self.bits == 16 else self.collective
 
-    def summands(self, vector: jax.Array, layout: Layout, step: jax.Array) -> Summands | None:
-        workers = axis_size(self.axis_name)
+    def summed(self, vector: Vector, layout: Layout, step: jax.Array) -> tuple[Reduced, jax.Array, int]:
+        workers, values = axis_size(self.axis_name), vector.sum()
         if self.way(workers) != "psum":
-            return None
+            return super().summed(vector, layout, step)
         codec = self.codecs(layout, step, lax.axis_index(self.axis_name))[0]
         levels = codec.levels // workers
         if not levels:
@@ -105,12 +107,12 @@ class QuantDp(CodedExchange):
                 f"collective='psum' must have room for a level of each worker in {self.bits} bits; got {workers} "
                 "workers. Pass collective='two_shot'."
             )
-        local_scale, ok = codec.scale(vector)
+        local_scale, ok = codec.scale(values)
         with jax.named_scope(EXCHANGE):
             scale = lax.pmax(local_scale, self.axis_name)
         with jax.named_scope(ENCODE):
-            codes = codec.draw(vector, scale, levels, 0).astype(jnp.int8 if self.bits == 8 else jnp.int16)
-        return Summands(codes, scale, levels, ok)
+            codes = codec.draw(values, scale, levels, 0).astype(jnp.int8 if self.bits == 8 else jnp.int16)
+        return integer_sum(codes, ok, self.axis_name), scale, levels
 
     def codecs(self, layout: Layout, step: jax.Array, worker: jax.Array | int) -> tuple[Buckets, PartCodec]:
         make = functools.partial(Buckets, self.bits, self.bucket, self.norm)

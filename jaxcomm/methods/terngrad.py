@@ -11,6 +11,7 @@ from jax import lax
 from jaxcomm.checks import Seed, positive
 from jaxcomm.codecs.quantize import Integers, PartCodec, Ternary
 from jaxcomm.collectives import axis_size
+from jaxcomm.collectives.reduced import Reduced
 from jaxcomm.exchange import transformation
 from jaxcomm.kernels import noise
 from jaxcomm.kernels.numerics import divide
@@ -54,7 +55,7 @@ class TernGrad(CodedExchange):
         first = Ternary(noise.make_key(self.seed, step, worker))
         return first, Integers(axis_size(self.axis_name))
 
-    def scaled(self, vector: Vector, layout: Layout) -> tuple[Vector, jax.Array, jax.Array]:
+    def summed(self, vector: Vector, layout: Layout, step: jax.Array) -> tuple[Reduced, jax.Array, int]:
         values = vector.sum()
         rows, largest = values.reshape(-1, BLOCK), segment_max(jnp.abs(values), layout)  # (S,)
         is_ok = jnp.isfinite(largest).all()
@@ -68,7 +69,7 @@ class TernGrad(CodedExchange):
             scaler = lax.pmax(largest, self.axis_name)  # (S,)
         scales = layout.per_block(scaler)
         ratio = divide(rows, jnp.where(scales > 0, scales, 1.0)[:, None])
-        return Stored(ratio.reshape(-1)), scales, is_ok
+        return self.coded(Stored(ratio.reshape(-1)), is_ok, layout, step), scales, 1
 
 
 terngrad = transformation(TernGrad)
