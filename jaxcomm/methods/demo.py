@@ -11,11 +11,9 @@ import numpy as np
 from jax import lax
 
 from jaxcomm.checks import Rule, count
-from jaxcomm.collectives.sparse import Accumulated
 from jaxcomm.exchange import transformation
 from jaxcomm.layout import BLOCK, Layout
 from jaxcomm.methods.sparse import SparseExchange
-from jaxcomm.selectors import Selected, select_topk
 from jaxcomm.types import PyTree
 
 
@@ -102,9 +100,6 @@ class Demo(SparseExchange):
     def plan(self, tree: PyTree) -> Layout:
         layout = super().plan(tree)
         return CosineLayout(**{attribute.name: getattr(layout, attribute.name) for attribute in fields(layout)})
-
-    def select(self, vector: Accumulated, layout: Layout) -> Selected:
-        return select_topk(vector, layout)
 
 
 demo = transformation(Demo)

@@ -12,7 +12,7 @@ from jaxcomm.exchange import Exchanged, ExchangeState, Gradient, keep_unless, tr
 from jaxcomm.kernels.numerics import is_finite_narrow
 from jaxcomm.layout import Layout
 from jaxcomm.methods.topk import TopK
-from jaxcomm.selectors import draw_start
+from jaxcomm.selectors import draw_start, select_topk
 from jaxcomm.types import ExchangeMetrics, Params
 
 
@@ -68,7 +68,7 @@ class Ef21(TopK):
         residual, estimate = difference.residual, state.memory
         means, counts = dense_means, jnp.zeros(2, jnp.float32)
         if layout.sizes:
-            selected = self.select(difference, layout)
+            selected = select_topk(difference, layout)
             reduced = self.collective_of(layout)(difference, *selected, draw_start(0, state.step))
             estimate = estimate + reduced.total(reduced.ok) / axis_size(self.axis_name)
             compressed = layout.as_leaves(layout.unflatten(estimate))

@@ -24,7 +24,7 @@ from jaxcomm.kernels.numerics import is_finite_narrow
 from jaxcomm.kernels.scopes import EXCHANGE
 from jaxcomm.kernels.vectors import computed_end_to_end
 from jaxcomm.layout import BLOCK, Layout, plan_layout
-from jaxcomm.selectors import Selected, draw_start
+from jaxcomm.selectors import Selected, draw_start, select_topk
 from jaxcomm.types import ExchangeMetrics, PyTree
 
 
@@ -60,7 +60,7 @@ class SparseExchange(Exchange):
     chunk: Annotated[int | None, Rule(f"a multiple of {BLOCK}, or None", _is_chunk, "SparseLoCo has 4096")] = None
     decay: Annotated[float, number("above 0 and at most 1", lambda x: 0 < x <= 1, "1 keeps all that is not sent")] = 1.0
 
-    always_fits: ClassVar[bool] = True  # whether `select` never selects more of a tensor than its capacity
+    always_fits: ClassVar[bool] = True  # whether `choose` never selects more of a tensor than its capacity
 
     @property
     def checksum_remedy(self) -> None:
@@ -68,10 +68,6 @@ class SparseExchange(Exchange):
 
     def capacity(self, n: int) -> int:
         """Returns the slots of a tensor of n elements in a payload."""
-        raise NotImplementedError
-
-    def select(self, vector: Accumulated, layout: Layout) -> Selected:
-        """Selects coordinates of gradient + residual."""
         raise NotImplementedError
 
     def plan(self, tree: PyTree) -> Layout:
@@ -91,8 +87,8 @@ class SparseExchange(Exchange):
         return self.send(gradient, vector, *self.choose(gradient, vector, state.step))[0], state.memory
 
     def choose(self, gradient: Gradient, vector: Accumulated, step: jax.Array) -> tuple[Selected, jax.Array]:
-        """Returns the coordinates to send, and the start offset of those that get slots if there are too many."""
-        return self.select(vector, gradient.layout), draw_start(0, step)
+        """Returns what to send, by default the largest, and the start offset of those that get slots if not all fit."""
+        return select_topk(vector, gradient.layout), draw_start(0, step)
 
     @property
     def pack_remedy(self) -> str | None:

@@ -3,11 +3,8 @@
 from dataclasses import dataclass
 
 from jaxcomm.checks import Sparsity
-from jaxcomm.collectives.sparse import Accumulated
 from jaxcomm.exchange import transformation
-from jaxcomm.layout import Layout
 from jaxcomm.methods.sparse import SparseExchange
-from jaxcomm.selectors import Selected, select_topk
 from jaxcomm.selectors.topk import n_kept
 
 
@@ -35,9 +32,6 @@ class TopK(SparseExchange):
 
     def capacity(self, n: int) -> int:
         return n_kept(n, self.sparsity)
-
-    def select(self, vector: Accumulated, layout: Layout) -> Selected:
-        return select_topk(vector, layout)
 
 
 topk = transformation(TopK)
