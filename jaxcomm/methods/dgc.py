@@ -8,12 +8,11 @@ from jax import lax
 
 from jaxcomm.checks import Sparsity
 from jaxcomm.exchange import Exchanged, ExchangeState, Gradient, transformation
-from jaxcomm.layout import Layout
 from jaxcomm.methods.momentum import MomentumCorrection
 from jaxcomm.methods.sparse import SparseExchange, exchange_densely
 from jaxcomm.selectors import Selected, draw_start, select_topk
 from jaxcomm.selectors.topk import n_kept
-from jaxcomm.types import Params, PerWorker
+from jaxcomm.types import PerWorker
 
 
 @dataclass(frozen=True)
@@ -51,9 +50,6 @@ class Dgc(MomentumCorrection, SparseExchange):
     @property
     def pack_remedy(self) -> str | None:
         return "Take topk: the momentum belongs to the local optimizer"
-
-    def first_memory(self, params: Params, layout: Layout) -> PerWorker:
-        return self.zero_velocity(layout)
 
     def average(self, gradient: Gradient, state: ExchangeState) -> tuple[Exchanged, PerWorker]:
         layout, step = gradient.layout, state.step

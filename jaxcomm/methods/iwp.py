@@ -119,7 +119,8 @@ class Iwp(MomentumCorrection, SharedExchange):
         return min(n, max(1, math.ceil(Fraction(repr(float(self.density))) * n)))
 
     def first_memory(self, params: Params, layout: Layout) -> SharedMask:
-        return SharedMask(jnp.asarray(True), jnp.zeros(layout.n_words, jnp.uint32), self.zero_velocity(layout))
+        velocity = super().first_memory(params, layout)
+        return SharedMask(jnp.asarray(True), jnp.zeros(layout.n_words, jnp.uint32), velocity)
 
     def average(self, gradient: Gradient, state: ExchangeState) -> tuple[Exchanged, SharedMask]:
         if gradient.params is None:

@@ -11,7 +11,7 @@ Source: Lin et al., "Deep Gradient Compression: Reducing the Communication Bandw
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from jaxcomm.kernels.bits import unpack
 from jaxcomm.kernels.numerics import divide, wide_type, widened
 from jaxcomm.kernels.vectors import add_at
 from jaxcomm.layout import Layout
-from jaxcomm.types import PerWorker
+from jaxcomm.types import Params, PerWorker
 
 
 class Velocity(NamedTuple):
@@ -84,8 +84,7 @@ class MomentumCorrection(Exchange):
         """The fraction that is sent after the warm-up."""
         raise NotImplementedError
 
-    def zero_velocity(self, layout: Layout) -> PerWorker:
-        """Returns the momentum that a worker starts with."""
+    def first_memory(self, params: Params, layout: Layout) -> Any:
         _, dense = layout.split(list(zip(layout.shapes, layout.dtypes, strict=True)))
         rows = [jnp.zeros((1, *shape), wide_type(dtype)) for shape, dtype in dense]
         return self.per_worker(Velocity(jnp.zeros((1, layout.n), jnp.float32), rows))
