@@ -7,7 +7,7 @@ inserted its own.
 import functools
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -74,35 +74,35 @@ def read_program(text: str, mesh: Mesh | None = None) -> Program:
       ValueError: for a collective that cannot be counted: of an unknown kind, over unknown groups, or in a loop of
         unknown length.
     """
-    computations, entry = read_computations(text)
-    return _Collectives(computations, _devices(text), mesh).of(entry)
+    computations = _Computations(text, mesh)
+    return computations.collectives(computations.entry)
 
 
-class _Collectives:
-    """The collectives of a program's computations, each read once."""
+class _Computations:
+    """A program's computations, each read once."""
 
-    def __init__(self, computations: Mapping[str, Sequence[str]], devices: int, mesh: Mesh | None):
-        self._computations, self._devices, self._mesh = computations, devices, mesh
+    def __init__(self, text: str, mesh: Mesh | None = None):
+        lines, self.entry = read_computations(text)
+        self.instructions = {name: [*filter(None, map(INSTRUCTION.match, own))] for name, own in lines.items()}
+        self._devices, self._mesh = _devices(text), mesh
         self._done: dict[str, Program] = {}
         self._chains: set[tuple[str, ...]] = set()
+        self._work: dict[str, dict[str, float]] = {}
 
-    def of(self, name: str) -> Program:
+    def collectives(self, name: str) -> Program:
         """Returns the collectives of a computation."""
         if name not in self._done:
             self._done[name] = Program()  # filled below; no computation calls itself
-            for line in self._computations.get(name, ()):
-                self.add(self._done[name], line)
+            for match in self.instructions.get(name, ()):
+                self.add(self._done[name], match)
             if name.startswith(_REDUCE_SCATTER):
                 collectives = self._done[name].always
                 collectives[:] = [replace(traffic, op="reduce_scatter") for traffic in collectives]
         return self._done[name]
 
-    def add(self, program: Program, line: str) -> None:
+    def add(self, program: Program, match: re.Match[str]) -> None:
         """Adds the collectives of an instruction."""
-        match = INSTRUCTION.match(line)
-        if not match:
-            return
-        op, tail = match.group("op"), match.group("rest")
+        op, tail, line = match["op"], match["rest"], match.string
         kind = op.removesuffix("-start")
         if op.endswith(("-done", "-update")):
             return
@@ -110,7 +110,7 @@ class _Collectives:
         if transfer and transfer[1] in _BETWEEN_SLICES:
             if kind == "recv":
                 op = _BETWEEN_SLICES[transfer[1]]
-                program.always.append(_between_slices(op, match.group("shape"), tail, self._mesh))
+                program.always.append(_between_slices(op, match["shape"], tail, self._mesh))
             return
         if kind in _UNCOUNTED:
             raise ValueError(
@@ -125,22 +125,26 @@ class _Collectives:
                     return
                 self._chains.add(chain.groups())
             size, axes, groups = _groups(tail, self._devices, line)
-            traffic = _traffic(op, match.group("shape"), size)
+            shape = match["shape"]
+            # (operands, results, contexts...); before JAX 0.11.1 the results of an all-reduce alone, maybe several.
+            if op != kind and (kind != "all-reduce" or shape.startswith("((")):
+                shape = _elements(shape)[1]
+            traffic = _traffic(_OPS[kind], shape, size)
             if kind == "collective-permute":
                 traffic = replace(traffic, pairs=_pairs(tail))
             axes = (axes or _differing(groups, self._mesh)) if self._mesh else ()
             program.always.append(replace(traffic, axes=axes))
         elif op == "while":
-            body = self.of(_match_one(BODY, tail, line))
+            body = self.collectives(_match_one(BODY, tail, line))
             if body.communicates:
                 if (trips := self.trips(line)) is None:
                     raise ValueError(_uncountable(line))
                 program.add(body, trips)
         elif op == "conditional":
-            program.add_conditional([self.of(name) for name in branches_of(tail)])
+            program.add_conditional([self.collectives(name) for name in branches_of(tail)])
         else:
             for name in CALLED.findall(tail):
-                program.add(self.of(name))
+                program.add(self.collectives(name))
 
     def trips(self, loop: str) -> int | None:
         """Returns the trip count of a loop that counts by one, as those of JAX do; None if the text does not tell.
@@ -150,7 +154,8 @@ class _Collectives:
         if match := TRIPS.search(loop):
             return int(match[1])
         condition, state = _CONDITION.search(loop), _STATE.search(loop)
-        limited = _LIMIT.search("\n".join(self._computations.get(condition[1], ()))) if condition else None
+        called = self.instructions.get(condition[1], ()) if condition else ()
+        limited = _LIMIT.search("\n".join(match.string for match in called))
         if not limited or not state:
             return None
         counter = _ELEMENT.search(self._lines.get(limited[1], ""))
@@ -171,8 +176,43 @@ class _Collectives:
     @functools.cached_property
     def _lines(self) -> dict[str, str]:
         """The instructions by name; names are unique in a program."""
-        matches = (INSTRUCTION.match(line) for lines in self._computations.values() for line in lines)
-        return {match["name"]: match.string for match in matches if match}
+        return {match["name"]: match.string for matches in self.instructions.values() for match in matches}
+
+    def work(self, name: str) -> dict[str, float]:
+        """Returns the number of multiplications of every instruction of a computation."""
+        if name not in self._work:
+            instructions = self.instructions.get(name, ())
+            shapes = {match["name"]: match["shape"] for match in instructions}
+            self._work[name] = {match["name"]: self._products(match, shapes) for match in instructions}
+        return self._work[name]
+
+    def _products(self, match: re.Match[str], shapes: Mapping[str, str]) -> float:
+        """Returns the number of multiplications of an instruction, including the computations that it calls.
+
+        A loop of unknown length counts once.
+        """
+
+        def products_of(name: str) -> float:
+            return sum(self.work(name).values())
+
+        op, tail = match["op"], match["rest"]
+        operands = operands_of(tail, shapes)
+        contracted = _CONTRACTED.search(tail)
+        if contracted and operands:  # a matrix product, or a library's
+            left_shape = dimensions_of(shapes[operands[0]])
+            return float(
+                math.prod(dimensions_of(match["shape"]))
+                * math.prod(left_shape[int(axis)] for axis in _DIGITS.findall(contracted[1]))
+            )
+        kernel = _KERNEL.search(tail)
+        if op == "convolution" and kernel:
+            sizes = dimensions_of(shapes[operands[1]])
+            return float(math.prod(dimensions_of(match["shape"])) * math.prod(sizes) / sizes[kernel[1].index("o")])
+        if op == "while":
+            return products_of(_match_one(BODY, tail, match.string)) * (self.trips(match.string) or 1)
+        if op == "conditional":
+            return max((products_of(name) for name in branches_of(tail)), default=0.0)
+        return sum(products_of(name) for name in CALLED.findall(tail))
 
 
 def read_overlap(text: str) -> float | None:
@@ -188,25 +228,12 @@ def read_overlap(text: str) -> float | None:
     Returns:
       The share, from 0 to 1; None for a program without products, or without collectives.
     """
-    computations, entry = read_computations(text)
-    collectives = _Collectives(computations, _devices(text), None)
-    matches = {
-        name: [instruction for instruction in map(INSTRUCTION.match, lines) if instruction]
-        for name, lines in computations.items()
-    }
-
-    @functools.cache
-    def products_of(name: str) -> float:
-        instructions = matches.get(name, ())
-        shapes = {match["name"]: match["shape"] for match in instructions}
-        return sum(_products(match, shapes, products_of, collectives.trips) for match in instructions)
-
-    shapes = {match["name"]: match["shape"] for match in matches[entry]}
-    work = {match["name"]: _products(match, shapes, products_of, collectives.trips) for match in matches[entry]}
-    feeds = {match["name"]: operands_of(match["rest"], work) for match in matches[entry]}
-    sending = [match for match in matches[entry] if match["op"] == "send"]
+    computations = _Computations(text)
+    work, instructions = computations.work(computations.entry), computations.instructions[computations.entry]
+    feeds = {match["name"]: operands_of(match["rest"], work) for match in instructions}
+    sending = [match for match in instructions if match["op"] == "send"]
     sends = {name: match["name"] for match in sending for name in _RENDEZVOUS.findall(match["rest"])}
-    for match in matches[entry]:
+    for match in instructions:
         if match["op"] == "recv":  # a receive from other slices depends on the send to them
             feeds[match["name"]] += [sends[name] for name in _RENDEZVOUS.findall(match["rest"]) if name in sends]
     waits: dict[str, list[str]] = {name: [] for name in work}
@@ -214,44 +241,14 @@ def read_overlap(text: str) -> float | None:
         for operand in operands:
             waits[operand].append(name)
     total, free, total_bytes = sum(work.values()), 0.0, 0.0
-    for match in matches[entry]:
+    for match in instructions:
         message = Program()
-        collectives.add(message, match.string)
+        computations.add(message, match)
         if message.received and total:
             bound = _reachable(match["name"], feeds) | _reachable(match["name"], waits)
             free += float(message.received) * (1 - sum(work[bound_name] for bound_name in bound) / total)
             total_bytes += float(message.received)
     return free / total_bytes if total_bytes else None
-
-
-def _products(
-    match: re.Match[str],
-    shapes: Mapping[str, str],
-    products_of: Callable[[str], float],
-    trips_of: Callable[[str], int | None],
-) -> float:
-    """Returns the number of multiplications of an instruction, including the computations that it calls.
-
-    A loop of unknown length counts once.
-    """
-    op, tail = match["op"], match["rest"]
-    operands = operands_of(tail, shapes)
-    contracted = _CONTRACTED.search(tail)
-    if contracted and operands:  # a matrix product, or a library's
-        left_shape = dimensions_of(shapes[operands[0]])
-        return float(
-            math.prod(dimensions_of(match["shape"]))
-            * math.prod(left_shape[int(axis)] for axis in _DIGITS.findall(contracted[1]))
-        )
-    kernel = _KERNEL.search(tail)
-    if op == "convolution" and kernel:
-        sizes = dimensions_of(shapes[operands[1]])
-        return float(math.prod(dimensions_of(match["shape"])) * math.prod(sizes) / sizes[kernel[1].index("o")])
-    if op == "while":
-        return products_of(_match_one(BODY, tail, match.string)) * (trips_of(match.string) or 1)
-    if op == "conditional":
-        return max((products_of(name) for name in branches_of(tail)), default=0.0)
-    return sum(products_of(name) for name in CALLED.findall(tail))
 
 
 def _reachable(name: str, edges: Mapping[str, Sequence[str]]) -> set[str]:
@@ -284,16 +281,7 @@ def _uncountable(line: str) -> str:
     )
 
 
-def _traffic(op: str, shape: str, workers: int) -> Traffic:
-    """Makes the record of one collective from its result's shape."""
-    kind = _OPS[op.removesuffix("-start")]
-    # (operands, results, contexts...); XLA before JAX 0.11.1 wrote an all-reduce as its results alone, maybe several.
-    if op.endswith("-start") and (kind != "all_reduce" or shape.startswith("((")):
-        shape = _elements(shape)[1]
-    return _of_result(kind, shape, workers)
-
-
-def _of_result(kind: str, shape: str, workers: int) -> Traffic:
+def _traffic(kind: str, shape: str, workers: int) -> Traffic:
     """Makes the record of one collective from the shape of its result."""
     result = sum(array_bytes(shape))
     size = {"all_gather": result // workers, "reduce_scatter": result * workers}.get(kind, result)
@@ -315,7 +303,7 @@ def _between_slices(kind: str, shape: str, tail: str, mesh: Mesh | None) -> Traf
         members = [int(device) for device in _DIGITS.findall(listed.partition("}")[0])]
         workers = len(members)
     ids = [device.id for device in mesh.devices.flat] if mesh else sorted({end for pair in pairs for end in pair})
-    traffic = _of_result(kind, _elements(shape)[0], len(ids) if pairs else workers)
+    traffic = _traffic(kind, _elements(shape)[0], len(ids) if pairs else workers)
     if pairs:
         traffic = replace(traffic, pairs=tuple((ids.index(a), ids.index(b)) for a, b in pairs))
     if mesh is None:
