@@ -73,26 +73,26 @@ def send(
       The arrays of each route, on its receiver. It receives 4 bytes a word, for values and positions; in the backward
       pass, so does the sender.
     """
-    values = [[item.values for item in items] for items in encoded]
-    words = [[item.words for item in items] for items in encoded]
-    arrived: Any = _send(tuple(routes), axis_name, values, words, keys)
-    return _encoded(*arrived)
+    arrived: Any = _send(tuple(routes), axis_name, encoded, keys)
+    return arrived
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _send(routes, axis_name, values, words, keys):
+def _send(routes, axis_name, encoded, keys):
     del keys
-    arrived = send_forward(routes, _encoded(values, words), axis_name)
-    return [[item.values for item in items] for items in arrived], [[item.words for item in items] for items in arrived]
+    return send_forward(routes, encoded, axis_name)
 
 
-def _send_forward(routes, axis_name, values, words, keys):
-    return _send(routes, axis_name, values, words, keys), keys
+def _send_forward(routes, axis_name, encoded, keys):
+    return _send(routes, axis_name, encoded, keys), keys
 
 
 def _send_backward(routes, axis_name, keys, gradients):
-    values = once_differentiable(gradients[0], "send", "Send the activations by jax.lax.ppermute")
-    return send_backward(routes, values, axis_name, keys), None, None
+    values = [[item.values for item in items] for items in gradients]
+    values = once_differentiable(values, "send", "Send the activations by jax.lax.ppermute")
+    nothing: Any = None  # words are integers, and keys too
+    sent = send_backward(routes, values, axis_name, keys)
+    return [[Encoded(gradient, nothing) for gradient in items] for items in sent], nothing
 
 
 _send.defvjp(_send_forward, _send_backward)
@@ -120,10 +120,6 @@ def send_backward(
         encoded = [Encoded(gradient, zeros_varying_as((0,), jnp.uint32, gradient)) for gradient in items]
         messages.append(_Message(codecs, encoded, target, source))
     return [[item.values for item in items] for items in _permute(messages, axis_name)]
-
-
-def _encoded(values: list[list[jax.Array]], words: list[list[jax.Array]]) -> list[list[Encoded]]:
-    return [[Encoded(*pair) for pair in zip(*items, strict=True)] for items in zip(values, words, strict=True)]
 
 
 class _Message(NamedTuple):
