@@ -220,14 +220,12 @@ class LocalSgd(LocalExchange):
         def communicate() -> tuple[Any, ExchangeState]:
             gradient = jax.tree.map(lambda a, p, u: a - (widened(p) + widened(u)), old.anchor, params, updates)
             memory, metrics = self._outer_step(gradient, old)
-            to_anchor = jax.tree.map(
-                lambda a, p: to_varying(
-                    jnp.where(metrics.skipped == 0, a - widened(p), 0.0).astype(p.dtype), self.axis_name
-                ),
-                memory.anchor,
-                params,
-            )
-            return to_anchor, vary_rows(state.replace(metrics=metrics, memory=memory), extra_axes)
+
+            def to_anchor(a: jax.Array, p: jax.Array) -> jax.Array:
+                return jnp.where(metrics.skipped == 0, a - widened(p), 0.0).astype(p.dtype)
+
+            changes = to_varying(jax.tree.map(to_anchor, memory.anchor, params), self.axis_name)
+            return changes, vary_rows(state.replace(metrics=metrics, memory=memory), extra_axes)
 
         if self.steps == 1:
             local_updates, new = communicate()
