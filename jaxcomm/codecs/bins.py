@@ -88,10 +88,8 @@ class BinCodec:
     def _means(self, magnitude: jax.Array, filled: jax.Array, group: jax.Array, layout: Layout) -> jax.Array:
         """Returns the mean magnitude of the filled slots of every group, at the group's index."""
         count = jax.ops.segment_sum(filled.astype(jnp.float32), group, len(layout.capacities) * self.bins)
-        total = jax.ops.segment_sum(
-            jnp.where(filled, magnitude / jnp.maximum(count, 1.0)[group], 0.0), group, count.size
-        )
-        return total
+        shares = jnp.where(filled, magnitude / jnp.maximum(count, 1.0)[group], 0.0)
+        return jax.ops.segment_sum(shares, group, count.size)
 
     def _read(self, largest: jax.Array, steps: jax.Array, code: jax.Array, segment: jax.Array) -> jax.Array:
         """Reads values from the table, (S,) and (S, bins - 1), and the codes and segments of their slots."""

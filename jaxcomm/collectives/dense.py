@@ -76,9 +76,8 @@ def dense_mean(
             bucket_means, ok = _mean_at_once(bucket, axis_name, value_dtype, checksum, collective)
             means, finite = bucket_means + means, [ok, *finite]
         by_place |= dict(zip(group, means, strict=True))
-    return [by_place[place] for place in range(len(tensors))], finite[0] if len(finite) == 1 else jnp.stack(
-        finite
-    ).all()
+    ok = finite[0] if len(finite) == 1 else jnp.stack(finite).all()
+    return [by_place[place] for place in range(len(tensors))], ok
 
 
 def dense_words(tensors: Sequence[jax.Array], codec: ValueCodec = FLOAT32) -> tuple[jax.Array, jax.Array]:

@@ -124,12 +124,9 @@ class SparseSum:
         position, filled = selection.slots
         values = computed_once(jnp.where(filled, vector.at(position), 0.0))  # (C,)
         packed, values = self.values.write(values, filled, self.layout)
-        header = [
-            self.status(ok, mask),
-            jnp.sum(filled).astype(jnp.uint32),
-            selection.overflow.astype(jnp.uint32),
-        ]
-        payload = {"header": jnp.stack(header), "values": packed, **self.indices.encode(selection)}
+        numbers = self.status(ok, mask), jnp.sum(filled), selection.overflow
+        header = jnp.stack([number.astype(jnp.uint32) for number in numbers])
+        payload = {"header": header, "values": packed, **self.indices.encode(selection)}
         return payload, Sent(position, filled, values)
 
     @jax.named_scope(DECODE)

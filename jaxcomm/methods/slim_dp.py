@@ -220,9 +220,8 @@ class SlimDp(LocalExchange):
             if share:
                 with jax.named_scope(EXCHANGE):
                     arrived = all_to_all(delta[explored], axis_name)  # (K, e), worker i's in row i
-                new_server = (
-                    server[0].at[served].add(jnp.where(ok, rate * arrived, 0.0), mode="promise_in_bounds")[None]
-                )
+                changes = jnp.where(ok, rate * arrived, 0.0)
+                new_server = server[0].at[served].add(changes, mode="promise_in_bounds")[None]
                 with jax.named_scope(EXCHANGE):
                     pulled = all_to_all(new_server[0, served], axis_name)  # (K, e), as asked
             carried = jnp.zeros_like(old_delta)

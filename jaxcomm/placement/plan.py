@@ -149,12 +149,8 @@ def read_plan(path: Path) -> Plan:
         record["tensors"] = {name: (tuple(shape), way) for name, (shape, way) in record["tensors"].items()}
         record["cuts"] = tuple(record["cuts"])
         plan = Plan(**record)
-        sizes = [
-            plan.workers,
-            plan.micro_batches,
-            *plan.cuts,
-            *(n for shape, _ in plan.tensors.values() for n in shape),
-        ]
+        lengths = (n for shape, _ in plan.tensors.values() for n in shape)
+        sizes = [plan.workers, plan.micro_batches, *plan.cuts, *lengths]
         if not all(type(n) is int and n >= 0 for n in sizes) or not math.isfinite(plan.step):
             raise ValueError("a number that is none, or negative")
         plan.transformation()

@@ -84,7 +84,7 @@ class Model:
         self._step, self._norm = jax.jit(promotes(self._stepped)), jax.jit(promotes(self._norm_of))
         self.change, self.rebase = jax.jit(promotes(_change)), jax.jit(promotes(_rebase))
         self._mean = jax.jit(promotes(_mean))
-        self._digests = jax.jit(self._digests_of)
+        self._digests = jax.jit(lambda state: jnp.stack([digest(leaf) for leaf in jax.tree.leaves(state)]))
         self.fingerprint = _fingerprint(outer)
 
     def first(self, params: Params) -> Global:
@@ -180,9 +180,6 @@ class Model:
     def norm(self, words: np.ndarray, number: int) -> float:
         """Returns the L2 norm of the change in a payload that was packed for a round."""
         return float(self._norm(words, np.int32(number)))
-
-    def _digests_of(self, state: Global) -> jax.Array:
-        return jnp.stack([digest(leaf) for leaf in jax.tree.leaves(state)])
 
     def digest(self, state: Global) -> str:
         """Returns the digest of a global state, 32 hexadecimal digits, computed where its arrays are."""
