@@ -37,13 +37,13 @@ def without_wire(function: Callable[..., Any], workers: int | tuple[int, ...], a
     @functools.wraps(function)
     def run(*args: Any) -> Any:
         closed, shapes = jax.make_jaxpr(function, axis_env=sizes, return_shape=True)(*args)
-        leaves = _evaluate(closed, jax.tree.leaves(args))
+        leaves = _evaluate(closed, *jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
 
     return run
 
 
-def _evaluate(closed: ClosedJaxpr, args: list[Any]) -> list[Any]:
+def _evaluate(closed: ClosedJaxpr, *args: Any) -> list[Any]:
     """Runs a closed program equation by equation."""
     jaxpr, values = closed.jaxpr, {}
 
@@ -67,11 +67,11 @@ def _run(eqn: Any, args: list[Any]) -> list[Any]:
     if any(has_primitive(child, _ON_THE_SPOT.__contains__) for child in inner_jaxprs(eqn.params)):
         if name == "cond":
             index, *operands = args
-            branches = [functools.partial(_as_tuple, branch) for branch in params["branches"]]
-            return list(lax.switch(index, branches, *operands))
+            branches = [functools.partial(_evaluate, branch) for branch in params["branches"]]
+            return lax.switch(index, branches, *operands)
         if name not in ("scan", "while"):  # a call: run the called program here
             (inner,) = [value for value in params.values() if hasattr(value, "jaxpr") or hasattr(value, "eqns")]
-            return _evaluate(inner if hasattr(inner, "consts") else ClosedJaxpr(inner, ()), args)
+            return _evaluate(inner if hasattr(inner, "consts") else ClosedJaxpr(inner, ()), *args)
         params |= {key: _rebuilt(value) for key, value in params.items() if hasattr(value, "jaxpr")}
     bound = eqn.primitive.get_bind_params(params)
     functions, params = bound if isinstance(bound, tuple) else ((), bound)  # JAX releases differ
@@ -79,12 +79,8 @@ def _run(eqn: Any, args: list[Any]) -> list[Any]:
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
-def _as_tuple(closed: ClosedJaxpr, *args: Any) -> tuple[Any, ...]:
-    return tuple(_evaluate(closed, list(args)))
-
-
 def _rebuilt(closed: ClosedJaxpr) -> Any:
-    return jax.make_jaxpr(functools.partial(_as_tuple, closed))(*closed.in_avals)
+    return jax.make_jaxpr(functools.partial(_evaluate, closed))(*closed.in_avals)
 
 
 def _copied(x: Any, like: PyTree) -> jax.Array:
