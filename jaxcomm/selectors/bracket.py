@@ -126,6 +126,17 @@ def search_all(vector: Vector, layout: Layout, k: jax.Array) -> jax.Array:
     return _search(count, typed_as(vector, k)[None], is_stored=isinstance(vector, Stored))[0]
 
 
+def largest_that(holds: Callable[[jax.Array], jax.Array], zeros: jax.Array, first_bit: int = 30) -> jax.Array:
+    """Returns the largest integers, of bits up to `first_bit`, for which a condition holds that holds up to them."""
+
+    def narrow(step: int, prefix: jax.Array) -> jax.Array:
+        shift = jnp.asarray(first_bit - step, prefix.dtype)
+        candidate = prefix | lax.shift_left(prefix.dtype.type(1), shift)
+        return jnp.where(holds(candidate), candidate, prefix)
+
+    return lax.fori_loop(0, first_bit + 1, narrow, zeros)
+
+
 def typed_as(vector: Vector, k: jax.Array) -> jax.Array:
     """Gives counts the vector's type, which on a mesh differs between workers."""
     return k + (magnitude_bits(vector.at(jnp.zeros(1, jnp.int32))[0]) * np.uint32(0)).astype(jnp.int32)
@@ -174,11 +185,7 @@ def _search(
     """
 
     def by_bit(zeros: jax.Array) -> jax.Array:
-        def narrow(step: int, prefix: jax.Array) -> jax.Array:
-            candidate = prefix | lax.shift_left(np.uint32(1), jnp.uint32(30 - step))
-            return jnp.where(count([*candidate]) >= k, candidate, prefix)
-
-        return lax.fori_loop(0, 31, narrow, zeros)
+        return largest_that(lambda bounds: count([*bounds]) >= k, zeros)
 
     def by_digit(zeros: jax.Array) -> jax.Array:
         def narrow(step: int, prefix: jax.Array) -> jax.Array:

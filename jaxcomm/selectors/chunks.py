@@ -17,7 +17,7 @@ from jaxcomm.kernels import bits
 from jaxcomm.kernels.numerics import magnitude_bits
 from jaxcomm.kernels.vectors import Vector
 from jaxcomm.layout import BLOCK, Layout
-from jaxcomm.selectors.bracket import typed_as
+from jaxcomm.selectors.bracket import largest_that, typed_as
 from jaxcomm.selectors.selection import Selected
 
 SIZES = (1024, 2048, 4096, 8192)  # elements of chunks that fit: powers of two
@@ -87,21 +87,13 @@ def _call(kind: Any, layout: Layout, table: jax.Array, *leaves: jax.Array, inter
 def _largest(magnitude: jax.Array, k: jax.Array, place: jax.Array) -> jax.Array:
     """Marks the k largest of the bits of magnitudes (m,), of equal ones the first, and never 0: (m,) bool."""
 
-    def search(first_bit: int, holds: Any) -> jax.Array:
-        """Returns the largest number, of bits up to `first_bit`, for which a condition holds that holds up to it."""
-
-        def narrow(step: int, prefix: jax.Array) -> jax.Array:
-            candidate = prefix | lax.shift_left(np.int32(1), jnp.int32(first_bit - step))
-            return jnp.where(holds(candidate), candidate, prefix)
-
-        return lax.fori_loop(0, first_bit + 1, narrow, jnp.int32(0))
-
     def count(mask: jax.Array) -> jax.Array:
         return jnp.sum(mask.astype(jnp.int32))
 
     number = lax.bitcast_convert_type(magnitude, jnp.int32)
-    smallest = search(30, lambda bound: count(number >= bound) >= k)
+    smallest = largest_that(lambda bound: count(number >= bound) >= k, jnp.int32(0))
     is_above, tied = number > smallest, (number == smallest) & (smallest > 0)
     room = k - count(is_above)
-    end = search(place.size.bit_length() - 1, lambda bound: count(tied & (place < bound)) <= room)
+    last_bit = place.size.bit_length() - 1
+    end = largest_that(lambda bound: count(tied & (place < bound)) <= room, jnp.int32(0), last_bit)
     return is_above | (tied & (place < end))

@@ -6,7 +6,6 @@ from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jaxcomm.kernels import bits
@@ -16,7 +15,7 @@ from jaxcomm.kernels.scopes import SELECT
 from jaxcomm.kernels.vectors import Stored, Vector
 from jaxcomm.layout import Layout, in_blocks
 from jaxcomm.selectors import chunks
-from jaxcomm.selectors.bracket import find_largest, search_all
+from jaxcomm.selectors.bracket import find_largest, largest_that, search_all
 from jaxcomm.selectors.selection import Selected, count_in_segment, rank_in_segment, select_threshold
 
 
@@ -113,14 +112,12 @@ def select_rows(rows: jax.Array, k: int) -> jax.Array:
     if k == rows.shape[1]:
         return jnp.ones_like(rows, bool)
     magnitude = magnitude_bits(rows)
-    n_below = rows.shape[1] - k  # bisection on the bits of the float: at most this many are below the smallest marked
+    n_below = rows.shape[1] - k  # at most this many are below the smallest marked
 
-    def narrow(step: int, prefix: jax.Array) -> jax.Array:
-        candidate = prefix | lax.shift_left(np.uint32(1), jnp.uint32(30 - step))
-        n_smaller = jnp.sum(magnitude < candidate[:, None], axis=1, dtype=jnp.int32)
-        return jnp.where(n_smaller <= n_below, candidate, prefix)
+    def is_reached(bounds: jax.Array) -> jax.Array:
+        return jnp.sum(magnitude < bounds[:, None], axis=1, dtype=jnp.int32) <= n_below
 
-    smallest = lax.fori_loop(0, 31, narrow, jnp.zeros_like(magnitude[:, 0]))[:, None]
+    smallest = largest_that(is_reached, jnp.zeros_like(magnitude[:, 0]))[:, None]
     is_above, tied = magnitude > smallest, magnitude == smallest
     room = k - jnp.sum(is_above, axis=1, dtype=jnp.int32, keepdims=True)
     return is_above | (tied & (jnp.cumsum(tied, axis=1, dtype=jnp.int32) <= room))
