@@ -21,15 +21,14 @@ from jaxcomm.collectives.axis import AxisName, axis_names
 from jaxcomm.exchange import Exchange, ExchangeState, exchange_states, is_exchange_state
 from jaxcomm.methods.quant_dp import QuantDp
 from jaxcomm.planner.alone import without_wire
-from jaxcomm.planner.links import agreed, all_agreed, check_axes, time_calls
+from jaxcomm.planner.links import REPEATS, agreed, all_agreed, check_axes, time_calls
 from jaxcomm.state import TrainState, communication_period, exchange_turns, make_local
 from jaxcomm.steps.batch import Batch
 from jaxcomm.steps.engine import worker_step
 from jaxcomm.steps.loss import GradientsFn, LossFn
 from jaxcomm.types import Params, PyTree
 
-_REPEATS = 5  # repetitions at least; more until _SHORT seconds have passed, up to _MOST
-_SHORT = 1.0
+_SHORT = 1.0  # seconds for which more than REPEATS repetitions are timed, up to _MOST
 _MOST = 25
 _LATE = 1_000_001  # a step so late in a run that nothing is warmed up, refreshed or drained any more
 _DEVICES = "devices"  # the one axis of all devices
@@ -246,7 +245,7 @@ class Timing:
                 state = jax.block_until_ready(restart(state, at))
                 # Also a barrier: workers that share cores compute at the same time in training.
                 elapsed = agreed(time.perf_counter() - start_time, self._bench.mesh)
-                if count >= 2 + _REPEATS and elapsed > _SHORT:
+                if count >= 2 + REPEATS and elapsed > _SHORT:
                     break
                 begin = time.perf_counter()
                 state = jax.block_until_ready(step(state, *self._args))
@@ -333,7 +332,7 @@ def time_program(bench: Bench, function: Callable[..., Any], rows: PyTree) -> Co
     """Times a function without state on all devices at once; `rows` are its arguments, one row per device."""
     compiled = bench.lower(function, *rows).compile()
     jax.block_until_ready(compiled(*rows))
-    return cost_of(time_calls(lambda: compiled(*rows), _REPEATS, bench.mesh), bench.mesh)
+    return cost_of(time_calls(lambda: compiled(*rows), bench.mesh), bench.mesh)
 
 
 def measure_copy(bench: Bench, numbers: int = 1 << 24) -> float:

@@ -26,7 +26,7 @@ Axes = tuple[str, ...]
 
 _BYTES = tuple(1 << exponent for exponent in range(12, 25, 2))  # bytes that a worker receives: 4 KiB to 16 MiB
 _LONG = 0.25  # seconds: after a collective that takes longer, no larger one is measured
-_REPEATS = 5
+REPEATS = 5
 _CHAINED = 5  # collectives in one program, to separate the program's start from a collective
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _GIVEN_ERROR = 0.25  # of a given link: Gloo takes 0.9 to 2 times the time of the bytes
@@ -268,7 +268,7 @@ def _measure(mesh: Mesh, op: str, axes: Axes, dtype: str) -> Link:
         x = jax.device_put(noise, NamedSharding(mesh, P()))
         jax.block_until_ready(run(x))
         # If one worker starts late, large messages of both directions take turns: start them together.
-        seconds = time_calls(lambda: run(x), _REPEATS, mesh if size >= LARGE else None)
+        seconds = time_calls(lambda: run(x), mesh if size >= LARGE else None)
         low, median, high = all_agreed(statistics.quantiles(seconds, n=4), mesh)
         return float(Traffic(op, element.itemsize * count, workers).received), median, (high - low) / 2
 
@@ -300,16 +300,15 @@ _COLLECTIVES: dict[str, Callable[[jax.Array, AxisName], jax.Array]] = {
 }
 
 
-def time_calls(call: Callable[[], Any], repeats: int, barrier_mesh: Mesh | None = None) -> list[float]:
+def time_calls(call: Callable[[], Any], barrier_mesh: Mesh | None = None) -> list[float]:
     """Returns the seconds of repeated calls, each until its result is ready.
 
     Args:
       call: the function to time; it returns JAX arrays.
-      repeats: the number of calls.
       barrier_mesh: the mesh whose processes start each call together; None if they need not.
     """
     seconds = []
-    for _ in range(repeats):
+    for _ in range(REPEATS):
         if barrier_mesh is not None:
             agreed(0.0, barrier_mesh)  # a barrier
         begin = time.perf_counter()
