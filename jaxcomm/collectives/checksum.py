@@ -46,10 +46,7 @@ def gather_checked(words: jax.Array, axis_name: AxisName, checksum: bool) -> tup
 
 
 def two_shot(
-    rows: jax.Array,
-    at_owner: Callable[[jax.Array], tuple[jax.Array, Any]],
-    axis_name: AxisName,
-    checksum: bool = False,
+    rows: jax.Array, at_owner: Callable[[jax.Array], tuple[jax.Array, Any]], axis_name: AxisName, checksum: bool = False
 ) -> tuple[jax.Array, Any, jax.Array]:
     """Exchanges coded parts by way of their owners: each sums its part, and codes the sum again.
 

@@ -64,10 +64,7 @@ class PlumpDp(Exchange):
         if self.p == 1:
             return super().transform()
         exchange = plump_dp(
-            value_dtype=self.value_dtype,
-            collective=self.collective,
-            checksum=self.checksum,
-            axis_name=self.axis_name,
+            value_dtype=self.value_dtype, collective=self.collective, checksum=self.checksum, axis_name=self.axis_name
         )
         return local_sgd(self.p, exchange=exchange, outer=optax.sgd(1.0), where=self.where, axis_name=self.axis_name)
 

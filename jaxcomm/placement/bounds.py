@@ -11,10 +11,8 @@ import numpy as np
 
 from jaxcomm.placement.problem import Problem, crossing_seconds, fill
 
-# Lower bounds are reduced by this share, to allow for rounding.
-_ROUNDING = 1e-9
-# Sets of options are enumerated over at most this many names, those with the longest starts.
-_PRICED_NAMES = 8
+_ROUNDING = 1e-9  # the share by which lower bounds are reduced
+_PRICED_NAMES = 8  # names, those with the longest starts, of which all sets are enumerated
 _PRICES = 64
 
 

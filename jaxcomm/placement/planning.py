@@ -204,10 +204,7 @@ def _gradient_exchanges(
 
 
 def _options(
-    advice: Advice,
-    usable: Mapping[str, Exchange],
-    shapes: Shapes,
-    errors: Mapping[str, Mapping[str, float]],
+    advice: Advice, usable: Mapping[str, Exchange], shapes: Shapes, errors: Mapping[str, Mapping[str, float]]
 ) -> dict[str, list[Option]]:
     """Returns the options to exchange every tensor, by path; each costs the tensor's share of the method's total."""
     sizes = {path: math.prod(shape) for path, shape in shapes.items()}

@@ -28,15 +28,11 @@ from jaxcomm.checks import check_range
 from jaxcomm.placement.bounds import Bounds, closest_fit, ranges, to_go
 from jaxcomm.placement.problem import Option, Problem, StepParts, Tensor, step_parts
 
-# The number of placements, those with the least bounds, that are kept in the search; and that get their better bound
-# at once.
-_KEPT, _AT_ONCE = 20_000, 512
-# The solver's relative tolerance of a limit or a step.
-_TOLERANCE = 1e-6
-# The limits of a program are scaled to this, so that the solver's tolerance is a billionth of them.
-_SCALE = 1e3
-# The share of a limit by which sums may exceed it by rounding.
-_ROUNDING = 1e-9
+_KEPT = 20_000  # placements, those with the least bounds, that are kept in the search
+_AT_ONCE = 512  # placements that get their better bound at once
+_TOLERANCE = 1e-6  # the solver's, relative to a limit or a step
+_SCALE = 1e3  # to which the limits of a program are scaled, so that the solver's tolerance is a billionth of them
+_ROUNDING = 1e-9  # the share of a limit by which sums may exceed it
 
 
 class NotInTimeError(ValueError):

@@ -15,11 +15,7 @@ from jaxcomm.layout import BLOCK, Layout
 
 
 def pick(
-    uniform: jax.Array,
-    stratum: jax.Array,
-    size: jax.Array | int,
-    strata: jax.Array | int,
-    offset: jax.Array,
+    uniform: jax.Array, stratum: jax.Array, size: jax.Array | int, strata: jax.Array | int, offset: jax.Array
 ) -> jax.Array:
     """Draws one number from every stratum.
 
