@@ -57,21 +57,8 @@ class Bracketed(NamedTuple):
         return self.above.at[word].add(bit, mode="promise_in_bounds", indices_are_sorted=True)
 
 
-class Found(NamedTuple):
-    """The k-th largest magnitudes.
-
-    Attributes:
-      smallest: (S,) uint32, the bits of the k-th largest of every segment; 0 where fewer are above 0. If there are
-        brackets, they are right only if the brackets hold.
-      bracketed: what else is known, unless most tensors are small.
-    """
-
-    smallest: jax.Array
-    bracketed: Bracketed | None
-
-
 @jax.named_scope(SELECT)
-def find_largest(vector: Vector, layout: Layout, k: jax.Array) -> Found:
+def find_largest(vector: Vector, layout: Layout, k: jax.Array) -> tuple[jax.Array, Bracketed | None]:
     """Finds the k-th largest magnitude of every segment, exactly.
 
     A sample of one coordinate in 64 gives a bracket around it. One pass marks the magnitudes above the bracket and
@@ -83,10 +70,14 @@ def find_largest(vector: Vector, layout: Layout, k: jax.Array) -> Found:
       vector: the flat vector.
       layout: its segments. The room for candidates is planned for a segment's `capacity` largest.
       k: (S,) int32, from 1; beyond the segment's size, the k-th largest is 0.
+
+    Returns:
+      The bits of the k-th largest of every segment, (S,) uint32, 0 where fewer are above 0; and what else is known,
+      unless most tensors are small. If there are brackets, the bits are right only if these hold.
     """
     wide = dataclasses.replace(layout, capacities=_rooms(layout))
     if wide.n_slots * _FEW > layout.n:
-        return Found(search_all(vector, layout, k), None)
+        return search_all(vector, layout, k), None
 
     k = typed_as(vector, k)
     low, high = _brackets(vector, layout, wide.capacities, k)
@@ -106,8 +97,9 @@ def find_largest(vector: Vector, layout: Layout, k: jax.Array) -> Found:
         wide, shapes=tuple((room,) for room in wide.capacities), compressed=(True,) * len(layout.sizes), chunk=None
     )
     smallest = jnp.where(is_zero, np.uint32(0), search_all(Stored(candidates), room_layout, k - n_above))
-    bracketed = Bracketed(above_mask, n_above, candidates, slots.position, room_layout, holds, ~jnp.any(broken != 0))
-    return Found(smallest, bracketed)
+    return smallest, Bracketed(
+        above_mask, n_above, candidates, slots.position, room_layout, holds, ~jnp.any(broken != 0)
+    )
 
 
 @jax.named_scope(SELECT)

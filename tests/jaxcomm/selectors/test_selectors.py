@@ -182,8 +182,8 @@ def test_brackets_beside_the_kth_largest(monkeypatch):
     @jax.jit
     def largest(low, high):
         monkeypatch.setattr(bracket, "_brackets", lambda *given: (low, high))
-        result = bracket.find_largest(Stored(jnp.asarray(x)), layout, jnp.asarray([2000]))
-        return result.smallest, result.bracketed.n_above, result.bracketed.holds
+        smallest, bracketed = bracket.find_largest(Stored(jnp.asarray(x)), layout, jnp.asarray([2000]))
+        return smallest, bracketed.n_above, bracketed.holds
 
     def bits_of(rank):
         return np.asarray([200_001 - rank], np.float32).view(np.uint32)
