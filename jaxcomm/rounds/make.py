@@ -141,7 +141,8 @@ def rounds(
     positive("It is the most that a payload's norm may be above the median").check("limit", limit)
     positive("It ends a request that the store does not answer").check("timeout", timeout)
     name = _own_name() if worker is None else worker
-    records.check_name(name)
+    rule = "1 to 64 letters, digits, - and _, of which the first is a letter or a digit"
+    check_range("worker", name, rule, records.is_name(name), "It is part of the names of objects: 'site-a-3', say")
     params = jax.tree.map(jnp.asarray, params)
     model = _model(method, outer, jax.tree.structure(params), tuple(map(jax.typeof, jax.tree.leaves(params))))
     local_step, local = _local_step(step, params, local)

@@ -18,8 +18,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from jaxcomm.checks import check_range
-
 SETTINGS = "settings"
 MAX_HEADER = 1 << 16  # bytes of the JSON before an object's numbers
 _MAGIC = b"jaxcomm-rounds-1\n"
@@ -56,12 +54,6 @@ def worker_path(name: str) -> str:
 def is_name(name: object) -> bool:
     """Returns whether this can be a worker's name, which is part of paths."""
     return isinstance(name, str) and _NAME.fullmatch(name) is not None
-
-
-def check_name(name: object) -> None:
-    """Refuses what cannot be a worker's name."""
-    rule = "1 to 64 letters, digits, - and _, of which the first is a letter or a digit"
-    check_range("worker", name, rule, is_name(name), "It is part of the names of objects: 'site-a-3', say")
 
 
 class DamagedError(ValueError):
