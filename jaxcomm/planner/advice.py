@@ -136,9 +136,12 @@ def advise(
         metrics = Traffic("all_reduce", 4, workers, axes=axis_names(axis_name))
         whole, params = params, trained(params)  # integers are parts of the model that no step trains
         question = _make_question(methods, params, dense_layers, bench.sizes, axis_name, [metrics])
-        loss = loss_of(
-            lambda params, batch: _scalar(loss_fn(with_untrained(params, whole), batch)), False, False, axis_name
-        )
+
+        def scalar_loss(params: Params, batch: PyTree) -> Any:
+            out = loss_fn(with_untrained(params, whole), batch)
+            return out[0] if isinstance(out, tuple) else out
+
+        loss = loss_of(scalar_loss, False, False, axis_name)
         check_batch(batch, workers, batch_axis=batch_axis)
         check_global(batch, batch_axis)
         parts = Batch.of(batch, batch_axis)
@@ -306,10 +309,6 @@ def _dense_without(reduced: list[str], axis_name: AxisName) -> optax.GradientTra
     """Makes the dense exchange of all parameters but those in `reduced`, whose gradients layers already reduce."""
     excluded = frozenset(reduced)
     return methods.plump_dp(value_dtype="bfloat16", where=lambda path, _: path not in excluded, axis_name=axis_name)
-
-
-def _scalar(out: PyTree) -> Any:
-    return out[0] if isinstance(out, tuple) else out
 
 
 def _advice(
