@@ -15,8 +15,8 @@ from jaxcomm.kernels.numerics import magnitude_bits
 from jaxcomm.kernels.platforms import by_platform
 from jaxcomm.kernels.scopes import SELECT
 from jaxcomm.kernels.vectors import Stored, Vector
-from jaxcomm.layout import BLOCK, BLOCK_WORDS, Layout, in_blocks
-from jaxcomm.selectors.selection import count_in_segment, rank_in_segment, slots_of
+from jaxcomm.layout import BLOCK, Layout, in_blocks
+from jaxcomm.selectors.selection import count_in_block, count_in_segment, rank_in_segment, slots_of
 
 _SAMPLED = 64  # one coordinate in this many is in the sample
 _DEVIATIONS = 5.0  # standard deviations of the sample on either side of the rank: one bracket in a million fails
@@ -195,18 +195,11 @@ def _search(
 def _count(masks: Sequence[jax.Array], layout: Layout) -> jax.Array:
     """Counts the coordinates of every segment that masks in blocks mark: a row each, (..., S) int32."""
 
-    def packed(*masks: jax.Array) -> list[jax.Array]:
+    def packed(*masks: jax.Array) -> jax.Array:
         # As packed bits: XLA for CPUs would store booleans as integers for a sum, 32 times the memory.
-        return [
-            bits.popcount(bits.pack(mask.reshape(-1))).reshape(-1, BLOCK_WORDS).sum(1, dtype=jnp.int32)
-            for mask in masks
-        ]
+        return _per_segment([count_in_block(bits.pack(mask.reshape(-1))) for mask in masks], layout)
 
-    return by_platform(
-        *masks,
-        cpu=lambda *masks: _per_segment(packed(*masks), layout),
-        default=lambda *masks: _summed(masks, layout),
-    )
+    return by_platform(*masks, cpu=packed, default=lambda *masks: _summed(masks, layout))
 
 
 def _summed(masks: Sequence[jax.Array], layout: Layout) -> jax.Array:

@@ -60,7 +60,12 @@ def rank_in_segment(words: jax.Array, layout: Layout) -> tuple[jax.Array, jax.Ar
 
 def count_in_segment(words: jax.Array, layout: Layout) -> jax.Array:
     """Counts the set bits of every segment: (S,) int32."""
-    return layout.per_segment(bits.popcount(words).reshape(-1, BLOCK_WORDS).sum(1, dtype=jnp.int32))
+    return layout.per_segment(count_in_block(words))
+
+
+def count_in_block(words: jax.Array) -> jax.Array:
+    """Counts the set bits of every block: (blocks,) int32."""
+    return bits.popcount(words).reshape(-1, BLOCK_WORDS).sum(1, dtype=jnp.int32)
 
 
 def slots_of(words: jax.Array, rank: jax.Array, layout: Layout) -> bits.Slots:
