@@ -75,12 +75,9 @@ def split_dense(
         x = rows_to_features(x, axis_name=axis_name) if inputs == "rows" else x  # (B, ..., N/K)
         y = x @ kernel_shard  # (B, ..., M), to be summed over the workers
         if bias_shard is not None and not is_whole_bias and outputs == "rows":  # each bias shard is in one worker's sum
-            padded_bias = lax.dynamic_update_slice(
-                to_varying(jnp.zeros(m, bias_shard.dtype), axis_name),
-                bias_shard,
-                (lax.axis_index(axis_name) * bias_shard.size,),
-            )
-            y = y + padded_bias
+            zeros = to_varying(jnp.zeros(m, bias_shard.dtype), axis_name)
+            start = lax.axis_index(axis_name) * bias_shard.size
+            y = y + lax.dynamic_update_slice(zeros, bias_shard, (start,))
         y = sum_scatter(_cut(y, 0 if outputs == "rows" else y.ndim - 1, workers), axis_name)
         if bias_shard is not None and outputs == "features":
             y = y + bias_shard

@@ -172,9 +172,8 @@ class Bounds:
             for _ in range(12):  # Newton's method from below: the errors are a convex, decreasing function of E
                 errors = priced - self.prices[:, None, None] * exchange[:, None]
                 price_index = errors.argmax(axis=0)  # (n, S)
-                excess = np.take_along_axis(errors, price_index[None], axis=0)[0].sum(axis=1) - self.budget * (
-                    1 + _ROUNDING
-                )
+                least = np.take_along_axis(errors, price_index[None], axis=0)[0].sum(axis=1)
+                excess = least - self.budget * (1 + _ROUNDING)
                 slope = self.prices[price_index].sum(axis=1)
                 if not np.any(moves := (excess > 0) & (slope > 0)):
                     break

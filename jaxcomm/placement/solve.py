@@ -329,10 +329,8 @@ def _bisect(
 
 def _ceiling(problem: Problem, stages: list[tuple[list[Tensor], float]]) -> float:
     """Returns an upper bound of the seconds of any exchange."""
-    longest = [
-        max(o.seconds + problem.start(o.name) for o in t.options) for stage_tensors, _ in stages for t in stage_tensors
-    ]
-    return math.fsum(longest)
+    tensors = (tensor for stage_tensors, _ in stages for tensor in stage_tensors)
+    return math.fsum(max(o.seconds + problem.start(o.name) for o in t.options) for t in tensors)
 
 
 def _seconds(problem: Problem, tensors: Sequence[Tensor], options: dict[str, str]) -> float:
@@ -394,10 +392,9 @@ def _excess(problem: Problem) -> np.ndarray:
     """Returns the least bytes by which each range of blocks exceeds each stage's device, (S, B + 1, B + 1)."""
     needs = [b.memory + sum(min(o.memory for o in t.options) for t in b.tensors) for b in problem.blocks]
     needs = ranges(np.array(needs, float))
+    is_range = np.isfinite(needs)
     limits = [np.inf if device.memory is None else float(device.memory) for device in problem.devices]
-    return np.stack(
-        [np.where(np.isfinite(needs), np.where(np.isfinite(needs), needs, 0) - at, np.inf) for at in limits]
-    )
+    return np.stack([np.where(is_range, np.where(is_range, needs, 0) - at, np.inf) for at in limits])
 
 
 def _check_memory(problem: Problem, excess: np.ndarray) -> None:

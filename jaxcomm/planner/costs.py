@@ -129,13 +129,10 @@ class Bench:
         place_of = {device.id: place for place, device in enumerate(self.devices.devices.flat)}
 
         def rows(leaf: PyTree) -> jax.Array:
-            shards = sorted(
-                jax.device_put(leaf, by_worker).addressable_shards, key=lambda shard: place_of[shard.device.id]
-            )
-            shape = (len(place_of), *shards[0].data.shape)
-            return jax.make_array_from_single_device_arrays(
-                shape, self.by_device, [shard.data[None] for shard in shards]
-            )
+            shards = jax.device_put(leaf, by_worker).addressable_shards
+            parts = [shard.data[None] for shard in sorted(shards, key=lambda shard: place_of[shard.device.id])]
+            shape = (len(place_of), *parts[0].shape[1:])
+            return jax.make_array_from_single_device_arrays(shape, self.by_device, parts)
 
         def copies(leaf: PyTree) -> jax.Array:
             return jax.device_put(jnp.broadcast_to(leaf, (len(place_of), *jnp.shape(leaf))), self.by_device)

@@ -154,9 +154,8 @@ class Model:
 
     def _added(self, total: Params, words: jax.Array, share: jax.Array, step: jax.Array) -> Params:
         leaves = self.method.unpack(words, self.layout, step)
-        return jax.tree.map(
-            lambda t, x: t + share * x.astype(t.dtype), total, jax.tree.unflatten(jax.tree.structure(total), leaves)
-        )
+        change = jax.tree.unflatten(jax.tree.structure(total), leaves)
+        return jax.tree.map(lambda t, x: t + share * x.astype(t.dtype), total, change)
 
     def _stepped(self, state: Global, mean: Params) -> Global:
         change, outer = self.outer.update(mean, state.outer, state.params)
