@@ -33,6 +33,7 @@ from train.methods import is_rare, run_name
 from train.metrics import Evaluation, Log, Summary
 from train.plans import Watch
 from train.processes import Processes
+from train.restarts import ENDING, handled
 from train.schedules import make_schedule
 from train.scores import bleu
 from train.tables import display_name
@@ -396,15 +397,8 @@ def stopping(processes: Processes) -> Iterator[threading.Event]:
             os.kill(os.getpid(), signal.SIGTERM)
         stop_event.set()
 
-    numbers = (signal.SIGINT, signal.SIGHUP) if processes.count > 1 else (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    numbers = [number for number in ENDING if processes.count == 1 or number != signal.SIGTERM]
     if threading.current_thread() is not threading.main_thread():
-        numbers = ()
-    before = {sig: signal.getsignal(sig) for sig in numbers}
-    before = {sig: handler for sig, handler in before.items() if handler not in (None, signal.SIG_IGN)}  # by nohup
-    try:
-        for number in before:
-            signal.signal(number, stop)
+        numbers = []
+    with handled(numbers, stop):
         yield stop_event
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

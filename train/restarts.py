@@ -20,6 +20,7 @@ from train.goodput import FILE, Goodput
 # Variable with the descriptor of an open file without a name, which holds the folder of the run once it has begun.
 BEGUN = "JAXCOMM_BEGUN"
 FINAL = (0, 2, 3, 130)  # exit codes after which there is no restart: done, bad input, dense advised, Ctrl-C
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 PAUSE = 1.0  # seconds before a restart
 # If JAX asks the cluster who is there: the other processes need time to end, as JAX aborts those that are still up when
 # one comes back.
@@ -72,7 +73,7 @@ def supervise(
         if process is not None:
             process.terminate()  # also for Ctrl-C, as the terminal sends that to the trainer itself
 
-    with tempfile.TemporaryFile() as file, _handled(hand_on):
+    with tempfile.TemporaryFile() as file, handled(ENDING, hand_on):
         note, code = file.fileno(), 0
         for number in range(restarts + 1):
             if number:
@@ -101,12 +102,14 @@ def supervise(
 
 
 @contextlib.contextmanager
-def _handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Passes the signals that end a process to a handler while the block runs, except those that nohup ignores."""
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    before = {sig: signal.signal(sig, handler) for sig in numbers if signal.getsignal(sig) != signal.SIG_IGN}
+def handled(numbers: Sequence[int], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Passes signals to a handler while the block runs, except those that nohup ignores or that C code handles."""
+    before = {number: signal.getsignal(number) for number in numbers}
+    before = {number: former for number, former in before.items() if former not in (None, signal.SIG_IGN)}
     try:
+        for number in before:
+            signal.signal(number, handler)
         yield
     finally:
-        for number, handler_before in before.items():
-            signal.signal(number, handler_before)
+        for number, former in before.items():
+            signal.signal(number, former)
