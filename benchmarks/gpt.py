@@ -37,6 +37,7 @@ from configs.experiment import Architecture, BoundaryFields, Experiment
 from configs.methods import DctDp, Demo, LocalSgd, Method, PlumpDp, PowerSgd, SparseLoco, TopK
 from train.data import train_batches
 from train.job import make_job
+from train.loop import to_mesh
 from train.processes import prepare_jax
 from train.records import Record, Records
 from train.seeds import settings_of, train_seeds
@@ -283,9 +284,7 @@ def run_host(config: Config, control: Control) -> Iterator[Record]:
         batches = train_batches(experiment.dataset, global_batch=config.batch, seed=0, **where)
 
         def step(state: Any, job: Any = job, batches: Any = batches) -> Any:
-            rows = next(batches).items()
-            placed = {key: jax.make_array_from_process_local_data(job.by_rows, column) for key, column in rows}
-            return job.step(state, placed)[0]
+            return job.step(state, to_mesh(next(batches), job))[0]
 
         state = jax.block_until_ready(step(job.start(0)))  # compiles, and opens Gloo's connections
         control.set_rate(config.rate)

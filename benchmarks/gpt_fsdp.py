@@ -31,7 +31,7 @@ from models.functional import apply, split
 from train.architectures import make_model
 from train.data import eval_batches, train_batches
 from train.job import make_job
-from train.loop import test_scores
+from train.loop import test_scores, to_mesh
 from train.methods import make_optimizer
 from train.processes import prepare_jax
 from train.records import Record, Records
@@ -105,16 +105,12 @@ def _train(experiment: Experiment, bits: int) -> Record:
     step, state = make_step(loss_fn, params, make_optimizer(experiment), job.mesh, bits)
     where = {"global_batch": experiment.global_batch, "data_dir": experiment.data_dir, "mean": experiment.mean}
     batches = train_batches(experiment.dataset, seed=experiment.seed, augment=experiment.augment, **where)
-
-    def placed(rows: Any) -> Any:
-        return {name: jax.make_array_from_process_local_data(job.by_rows, column) for name, column in rows.items()}
-
     compiled = step.lower(state, job.inputs[1]).compile()
     for _ in range(experiment.steps):
-        state, _ = compiled(state, placed(next(batches)))
+        state, _ = compiled(state, to_mesh(next(batches), job))
     batches.close()
     model = jax.device_put((state[0], stats), NamedSharding(job.mesh, P()))
-    rows = [job.evaluate(model, placed(rows)) for rows in eval_batches(experiment.dataset, **where)]
+    rows = [job.evaluate(model, to_mesh(rows, job)) for rows in eval_batches(experiment.dataset, **where)]
     scores = test_scores(experiment, job, jax.device_get(rows), [])
     return {
         "loss": scores["loss"],
