@@ -19,7 +19,7 @@ import train.__main__
 import train.processes
 from benchmarks.netlab import Lab
 from tests.refusals import refused
-from tests.train.runs import timeless
+from tests.train.runs import Told, timeless
 from train.__main__ import main, parse
 from train.loop import rows_of
 from train.loop import train as train_one
@@ -33,14 +33,6 @@ METHOD = ["method:dct-dp", "--method.sparsity", "0.9", "--method.life-span", "3"
 LOCAL = ["method:slim-dp", "--method.q", "3"]
 TWO = ["--coordinator", "127.0.0.1:9777", "--process-id", "0", "--num-processes", "2"]
 FEW = ["digits", "--warmup-steps", "2", "--global-batch", "24"]
-
-
-class Silent:
-    def say(self, message):
-        pass
-
-    def update(self, *values):
-        pass
 
 
 @pytest.fixture(autouse=True)
@@ -69,10 +61,19 @@ def metrics(folder, method):
     return timeless(folder / method / "metrics.jsonl")
 
 
+def on_hosts(count, argv, method, out):
+    """Runs in network namespaces as root, otherwise on loopback; the lab sets JAXCOMM_... for each."""
+    command = [sys.executable, "-m", "train", *argv, "--out", str(out), *method]
+    with Lab(count, None) as lab:
+        results = lab.run(command, env=environment(), timeout=300)
+    assert [result.returncode for result in results] == [0] * count, results
+    return results
+
+
 def simulated(argv, out, **changes):
     """Runs the same with all workers simulated in this process."""
     experiment = dataclasses.replace(parse(argv), out=out, **changes)
-    return train_one(experiment, experiment.method, Processes(), Silent())
+    return train_one(experiment, experiment.method, Processes(), Told())
 
 
 def assert_like_simulated(lines, expected, rtol):
@@ -85,12 +86,8 @@ def assert_like_simulated(lines, expected, rtol):
 
 @pytest.mark.slow
 def test_three_hosts(tmp_path):
-    """In network namespaces as root, otherwise on loopback; the lab sets JAXCOMM_... for each."""
     argv = [*FEW, "--workers", "3", "--steps", "6", "--eval-every", "3"]
-    command = [sys.executable, "-m", "train", *argv, "--out", str(tmp_path / "hosts"), *LOCAL]
-    with Lab(3, None) as lab:
-        results = lab.run(command, env=environment(), timeout=150)
-    assert [result.returncode for result in results] == [0] * 3, results
+    results = on_hosts(3, argv, LOCAL, tmp_path / "hosts")
     assert "digits: 3 workers, 6 steps, seed 0; bytes received by each worker" in " ".join(results[0].stdout.split())
     assert not any("accuracy" in result.stdout for result in results[1:])
     hosts = tmp_path / "hosts" / "digits"
@@ -109,10 +106,7 @@ def test_two_stages(tmp_path):
     """Both read all rows, and write one checkpoint together, from which the whole goes on."""
     argv = [*FEW, "--steps", "3", "--workers", "1", "--stages", "2", "--boundary.sparsity", "0.9", "--no-baseline"]
     argv, method = [*argv, "--eval-every", "3", "--micro-batches", "2"], ["method:plump-dp"]
-    command = [sys.executable, "-m", "train", *argv, "--out", str(tmp_path / "hosts"), *method]
-    with Lab(2, None) as lab:
-        results = lab.run(command, env=environment(), timeout=150)
-    assert [result.returncode for result in results] == [0, 0], results
+    on_hosts(2, argv, method, tmp_path / "hosts")
     name, hosts = "plump_dp-masked-0.9", tmp_path / "hosts" / "digits"
     whole = simulated([*argv, *method], tmp_path / "one")
     assert len(metrics(hosts, name)) == 3
@@ -130,10 +124,7 @@ def test_local_workers_on_hosts(hosts, tmp_path):
     """Two workers of two devices each, on two hosts or four: local steps, whose loss is a host's own, and shards."""
     argv = [*FEW, "--workers", "2", "--steps", "6", "--eval-every", "3", "--no-baseline"]
     method = ["method:local-sgd", "--method.steps", "2"]
-    command = [sys.executable, "-m", "train", *argv, "--fsdp", "2", "--out", str(tmp_path / "hosts"), *method]
-    with Lab(hosts, None) as lab:
-        results = lab.run(command, env=environment(), timeout=150)
-    assert [result.returncode for result in results] == [0] * hosts, results
+    on_hosts(hosts, [*argv, "--fsdp", "2"], method, tmp_path / "hosts")
     simulated([*argv, *method], tmp_path / "one")
     hosts_metrics, expected = (metrics(path, "local_sgd") for path in (tmp_path / "hosts" / "digits", tmp_path / "one"))
     assert len(hosts_metrics) == 6
@@ -145,42 +136,19 @@ def test_local_workers_on_hosts(hosts, tmp_path):
 
 
 @pytest.mark.slow
-def test_slices_on_hosts(tmp_path):
-    """On each of two hosts, one worker of two devices: shards cross the link between the hosts alone."""
-    argv = [
-        *FEW,
-        "--workers",
-        "2",
-        "--slices",
-        "2",
-        "--fsdp",
-        "2",
-        "--steps",
-        "8",
-        "--eval-every",
-        "4",
-        "--no-baseline",
-    ]
-    command = [sys.executable, "-m", "train", *argv, "--out", str(tmp_path / "hosts"), *METHOD]
-    with Lab(2, None) as lab:
-        results = lab.run(command, env=environment())
-    assert [result.returncode for result in results] == [0, 0], results
+@pytest.mark.parametrize(
+    "options",
+    [
+        # On each host, one worker of two devices: shards cross the link between the hosts alone.
+        pytest.param(["--slices", "2", "--fsdp", "2"], id="slices"),
+        # Between hosts, a step is three programs in two threads; here, it is one.
+        pytest.param(["--delay", "1"], id="exchanges beside gradients"),
+    ],
+)
+def test_dct_dp_on_two_hosts(options, tmp_path):
+    argv = [*FEW, "--workers", "2", *options, "--steps", "8", "--eval-every", "4", "--no-baseline"]
+    on_hosts(2, argv, METHOD, tmp_path / "hosts")
     assert simulated([*argv, *METHOD], tmp_path / "alone").finished
-    hosts_metrics, expected = metrics(tmp_path / "hosts" / "digits", "dct_dp"), metrics(tmp_path / "alone", "dct_dp")
-    assert len(hosts_metrics) == 8
-    assert_like_simulated(hosts_metrics, expected, 1e-3)
-
-
-@pytest.mark.slow
-def test_exchanges_beside_gradients(tmp_path):
-    """Between hosts, a step is three programs in two threads; here, it is one."""
-    argv = [*FEW, "--workers", "2", "--delay", "1", "--steps", "8", "--eval-every", "4", "--no-baseline"]
-    command = [sys.executable, "-m", "train", *argv, "--out", str(tmp_path / "hosts"), *METHOD]
-    with Lab(2, None) as lab:
-        results = lab.run(command, env=environment())
-    assert [result.returncode for result in results] == [0, 0], results
-    reference = simulated([*argv, *METHOD], tmp_path / "alone")
-    assert reference.finished
     hosts_metrics, expected = metrics(tmp_path / "hosts" / "digits", "dct_dp"), metrics(tmp_path / "alone", "dct_dp")
     assert len(hosts_metrics) == 8
     assert_like_simulated(hosts_metrics, expected, 1e-3)
