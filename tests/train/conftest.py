@@ -6,9 +6,18 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+import train.__main__
 from tests.train.runs import METHODS, run
 from train.data.click_store import prepare_log
 from train.data.click_tables import Hashed
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """Keeps JAX's devices: it has started with those of the tests."""
+    monkeypatch.setattr(train.__main__, "prepare_jax", lambda devices: None)
+    for name in ("JAXCOMM_COORDINATOR", "JAXCOMM_PROCESS_ID", "JAXCOMM_NUM_PROCESSES"):
+        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture(scope="session")

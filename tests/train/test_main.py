@@ -18,7 +18,6 @@ import jax
 import numpy as np
 import pytest
 
-import train.__main__
 from configs import CONFIGS
 from configs.methods import DctDp, Iwp, LocalSgd, Method, PlumpDp, QuantDp, SlimDp, TopK
 from tests.train.runs import MLP, Told
@@ -29,14 +28,6 @@ from train.processes import Processes
 ROOT = Path(__file__).parents[2]
 # Three real steps.
 SHORT = ["--steps", "3", "--warmup-steps", "1", "--global-batch", "24", "--eval-every", "3"]
-
-
-@pytest.fixture
-def started(monkeypatch):
-    """Keeps JAX's devices: it has started with those of the tests."""
-    monkeypatch.setattr(train.__main__, "prepare_jax", lambda devices: None)
-    for name in ("JAXCOMM_COORDINATOR", "JAXCOMM_PROCESS_ID", "JAXCOMM_NUM_PROCESSES"):
-        monkeypatch.delenv(name, raising=False)
 
 
 def explained(text):

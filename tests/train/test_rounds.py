@@ -7,7 +7,6 @@ import numpy as np
 import optax
 import pytest
 
-import train.__main__
 from configs.experiment import check
 from train.__main__ import main, parse
 from train.data.loader import TrainBatches
@@ -15,14 +14,6 @@ from train.rounds import _at_step
 
 OPTIONS = ["--steps", "6", "--warmup-steps", "1", "--global-batch", "24", "--workers", "3", "--quorum", "1"]
 METHOD = ["method:sparse-loco", "--method.steps", "3", "--method.overlap", "1"]
-
-
-@pytest.fixture
-def started(monkeypatch):
-    """Keeps JAX's devices: it has started with those of the tests."""
-    monkeypatch.setattr(train.__main__, "prepare_jax", lambda devices: None)
-    for name in ("JAXCOMM_COORDINATOR", "JAXCOMM_PROCESS_ID", "JAXCOMM_NUM_PROCESSES"):
-        monkeypatch.delenv(name, raising=False)
 
 
 def start(tmp_path, name, *more):
