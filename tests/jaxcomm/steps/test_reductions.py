@@ -529,11 +529,19 @@ def with_metrics(params, batch):
     return losses.mean(), {"large": jnp.float32(1) * (losses > 1).sum(), "worst": losses.max()}
 
 
-def after(loss, params=PARAMS, batch=BATCH):
+def after(loss):
     """One device."""
-    value, gradients = jax.value_and_grad(loss)(params, batch)
-    updates, _ = TX.update(gradients, TX.init(params), params)
-    return value, optax.apply_updates(params, updates)
+    value, gradients = jax.value_and_grad(loss)(PARAMS, BATCH)
+    updates, _ = TX.update(gradients, TX.init(PARAMS), PARAMS)
+    return value, optax.apply_updates(PARAMS, updates)
+
+
+def assert_like_one_device(step, loss):
+    """After one step, the loss and the parameters are those of one device with this loss."""
+    state, metrics = step(step.init(PARAMS), BATCH)
+    value, params = after(loss)
+    np.testing.assert_allclose(metrics["loss"], value, rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), step.params(state), params)
 
 
 def steps_of(loss, **options):
@@ -555,10 +563,7 @@ def test_a_sum(kind):
     with pytest.raises(ValueError, match=r"got a sum, of which loss and gradient would be 1/[24] .* pass sum=\"loss\""):
         step(state, BATCH)
     step = steps_of(summed, sum="^loss$")[kind]()
-    state, metrics = step(step.init(PARAMS), BATCH)
-    value, params = after(summed)
-    np.testing.assert_allclose(metrics["loss"], value, rtol=1e-6)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), step.params(state), params)
+    assert_like_one_device(step, summed)
 
 
 def test_a_mean_that_is_named_a_sum():
@@ -595,10 +600,7 @@ def test_a_largest():
     with pytest.raises(ValueError, match=r"got an extreme .* jax.lax.all_gather\(losses, axis, tiled=True\).max\(\)"):
         step(step.init(PARAMS), BATCH)
     step = jc.make_train_step(gathered, jc.chain(jc.plump_dp(), TX), jc.make_mesh(data=K))
-    state, metrics = step(step.init(PARAMS), BATCH)
-    value, params = after(lambda p, b: squares(p, b).max())
-    np.testing.assert_allclose(metrics["loss"], value, rtol=1e-6)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), step.params(state), params)
+    assert_like_one_device(step, lambda p, b: squares(p, b).max())
 
 
 def test_one_worker_takes_any_loss():
@@ -616,9 +618,7 @@ def test_metrics_of_a_loss():
     with pytest.raises(ValueError, match=r"got an extreme for 'worst'.* Pass max='\^worst\$'"):
         run(sum="large")
     metrics, (_, expected) = run(sum="large", max="worst"), with_metrics(PARAMS, BATCH)
-    assert {name: float(metrics[name]) for name in expected} == {
-        k: pytest.approx(float(v)) for k, v in expected.items()
-    }
+    assert {name: float(metrics[name]) for name in expected} == pytest.approx(jax.tree.map(float, expected))
 
 
 @pytest.mark.parametrize("reduction", ["sum", "max"])
@@ -694,9 +694,7 @@ def test_metrics_of_a_foreign_step():
         jc.data_parallel(train_step, mesh)(state, BATCH)
     _, (_, metrics) = jc.data_parallel(train_step, mesh, sum="large", max="worst")(state, BATCH)
     expected = with_metrics(PARAMS, BATCH)[1]
-    assert {name: float(metrics[name]) for name in expected} == {
-        k: pytest.approx(float(v)) for k, v in expected.items()
-    }
+    assert {name: float(metrics[name]) for name in expected} == pytest.approx(jax.tree.map(float, expected))
     with pytest.raises(ValueError, match=r"got an extreme at '1/1/worst'. Pass max="):
         jc.data_parallel(train_step, mesh, sum="large", mean="worst")(state, BATCH)
 
@@ -748,10 +746,7 @@ def test_sums_that_are_refused(name):
 
 def test_a_sum_of_all_workers():
     step = jc.make_train_step(of_all, jc.chain(jc.plump_dp(), TX), jc.make_mesh(data=K))
-    state, metrics = step(step.init(PARAMS), BATCH)
-    value, params = after(lambda p, b: squares(p, b).sum() / 16)
-    np.testing.assert_allclose(metrics["loss"], value, rtol=1e-6)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), step.params(state), params)
+    assert_like_one_device(step, lambda p, b: squares(p, b).sum() / 16)
 
 
 @pytest.mark.parametrize("option", ["sum", "max"])
@@ -867,10 +862,7 @@ def test_a_root_warns():
     with pytest.warns(UserWarning, match=r"^rmse: computed from a mean .* Return the mean, and take the function"):
         step(state, BATCH)
     step = jc.make_train_step(root_of_all, jc.chain(jc.plump_dp(), TX), jc.make_mesh(data=K))
-    state, metrics = step(step.init(PARAMS), BATCH)
-    value, params = after(lambda p, b: jnp.sqrt(squares(p, b).mean()))
-    np.testing.assert_allclose(metrics["loss"], value, rtol=1e-6)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), step.params(state), params)
+    assert_like_one_device(step, lambda p, b: jnp.sqrt(squares(p, b).mean()))
 
 
 def test_a_root_in_a_foreign_step_warns():
