@@ -43,6 +43,10 @@ def cross_entropy(logits, labels):
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
+def assert_close(one, two, **tolerances):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **tolerances), one, two)
+
+
 def plain(tx):
     """A pair (parameters, optimizer's state), and a function of it."""
     params = {"w": jnp.linspace(-0.3, 0.3, FEATURES * CLASSES).reshape(FEATURES, CLASSES), "b": jnp.zeros(CLASSES)}
@@ -140,9 +144,7 @@ def test_dense_is_one_device(script):
     single, loss = run(eqx.filter_jit(step), state)
     step, state, _ = script(chain(DENSE))
     parallel, metrics = run(jc.data_parallel(step, mesh(), check_every=2), state)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), params_of(single), params_of(parallel)
-    )
+    assert_close(params_of(single), params_of(parallel), rtol=2e-4, atol=2e-5)
     assert metrics.keys() == loss.keys()
     for name in loss:
         np.testing.assert_allclose(metrics[name], loss[name], rtol=1e-4)
@@ -158,7 +160,7 @@ def test_compressed_is_make_train_step():
         state, metrics = parallel(state, batch)
         reference, expected = model(reference, batch)
         np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), state[0], reference.params)
+    assert_close(state[0], reference.params, rtol=1e-4, atol=1e-6)
     residual = get_exchange(state[1]).residual.rows
     assert residual.sharding.is_equivalent_to(NamedSharding(mesh(), P("data")), 2)
     np.testing.assert_allclose(residual, get_exchange(reference.opt_state).residual.rows, rtol=1e-4, atol=1e-6)
@@ -176,7 +178,7 @@ def test_under_jit_and_scan():
     scanned, losses = jax.jit(lambda state: lax.scan(parallel, state, tail))(first)
     assert losses["loss"].shape == (5,)
     for variant in (under_jit, scanned):
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), expected, variant)
+        assert_close(expected, variant, rtol=1e-5, atol=1e-6)
 
 
 def test_batches_by_position_and_name():
@@ -202,9 +204,7 @@ def test_explicit_axes_and_numpy():
     arrays = [jax.tree.map(np.asarray, batch) for batch in batches()]
     state, metrics = run(jc.data_parallel(step, explicit), state, arrays)
     expected, expected_metrics = run(jc.data_parallel(step, mesh()), plain(chain(SPARSE))[1])
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), (state, metrics), (expected, expected_metrics)
-    )
+    assert_close((state, metrics), (expected, expected_metrics), rtol=1e-6)
 
 
 def normalized(tx):
@@ -373,7 +373,7 @@ def test_collectives_replace_queues_and_minima():
     expected = train(*script(optax.adam(1e-2), lambda x: x, lambda x: x))
     step, state = script(chain(DENSE), lambda x: lax.all_gather(x, "data", tiled=True), lambda x: lax.pmean(x, "data"))
     result = train(jc.data_parallel(step, mesh(), batch=2), state)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), result, expected)
+    assert_close(result, expected, rtol=1e-5)
 
 
 def test_statistics_without_a_mean_are_refused():
@@ -666,11 +666,7 @@ def test_nnx_objects_change_in_place(transform):
     assert copy.first is copy.second
     assert copy.bias is copy.last.bias
     assert copy_optimizer.step == 3
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5),
-        nnx.to_pure_dict(nnx.state(copy)),
-        nnx.to_pure_dict(nnx.state(model)),
-    )
+    assert_close(nnx.to_pure_dict(nnx.state(copy)), nnx.to_pure_dict(nnx.state(model)), rtol=1e-3, atol=1e-5)
 
 
 def test_a_state_is_placed_in_rows():
@@ -746,11 +742,7 @@ COMBINED = {
 def test_sums_and_maxima(case):
     tail, state, options = COMBINED[case]
     outputs, expected = tailed(tail, **options, check_every=1)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5),
-        outputs(state),
-        jax.device_get(expected(state)),
-    )
+    assert_close(outputs(state), jax.device_get(expected(state)), rtol=1e-5, atol=1e-5)
     assert jax.tree.map(jnp.result_type, outputs(state)) == jax.tree.map(jnp.result_type, expected(state))
 
 
@@ -802,7 +794,7 @@ def test_bad_sums():
     ):
         step(seen)
     step, _ = tailed(functools.partial(running, axis="data"), mean="state")
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), step(seen)[0], expected(seen)[0])
+    assert_close(step(seen)[0], expected(seen)[0], rtol=1e-5)
     counts = tailed(counted, mean="state|last|total")[0]
     with pytest.raises(
         ValueError, match=r"'2' int32\[5\] \(state\), '3/total' int32\[\], c.*Pass sum='state\|total' for s"
@@ -824,9 +816,7 @@ def test_the_pattern_offered_works():
     ):
         tailed(tail)[0](state)
     outputs, expected = tailed(tail, sum="average|hidden|total")
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), outputs(state), jax.device_get(expected(state))
-    )
+    assert_close(outputs(state), jax.device_get(expected(state)), rtol=1e-5)
 
 
 def test_a_dict_of_losses():
@@ -855,7 +845,7 @@ def test_rows_of_workers_go_through():
     outputs, expected = tailed(recurrent, rows="state/h|each", check_every=2)
     state = {"h": jnp.arange(2.0 * ROWS).reshape(ROWS, 2), "n": jnp.zeros(())}
     result = outputs(state)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), result, jax.device_get(expected(state)))
+    assert_close(result, jax.device_get(expected(state)), rtol=1e-6)
     assert result[0]["h"].sharding.spec == P("data")
     with pytest.raises(ValueError, match=r"multiple of the number of workers; got 22 rows at 'state/h' for 4 workers"):
         outputs(state | {"h": state["h"][:22]})
@@ -928,7 +918,7 @@ def test_an_array_twice_is_donated_once(where):
         state, expected = state | {"ema": state["params"]}, plain_step(state | {"ema": state["params"]}, batch)[0]
         state = jax.tree.map(lambda x: x, state)
     state, _ = parallel(state, batch)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), state["ema"], expected["ema"])
+    assert_close(state["ema"], expected["ema"], rtol=1e-6)
 
 
 def synchronized(params, batch, axis):
@@ -991,9 +981,7 @@ def test_collectives_inside_a_loss(loss):
     step, state = script(tx, "data")
     parallel = jc.data_parallel(step, mesh(), check_every=1)
     result, mean = parallel(state, batch)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), result[0], jax.device_get(expected[0])
-    )
+    assert_close(result[0], jax.device_get(expected[0]), rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(mean, value, rtol=1e-5)
     jc.verify(parallel, result, batch, tx=tx, params=state[0], workers=K)
     reference = jc.make_train_step(lambda params, batch: loss(params, batch, "data"), tx, mesh())
