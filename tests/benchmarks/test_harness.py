@@ -37,6 +37,7 @@ def test_rows_of_hosts():
     assert merge_rows(hosts, True, "kernel", ["cpu"]) == [{"ms": 1.0, "kernel": [10, 30], "cpu": 5.0}]
     assert merge_rows(hosts, False, "kernel") == [{"ms": 1.0, "kernel": None, "cpu": 2.0}]
     assert merge_rows(hosts, True) == hosts[0]  # no such column
+    assert merge_rows([[{"bytes_kernel": 1000.0}], [{"bytes_kernel": 3000.0}]], True) == [{"bytes_kernel": 2000.0}]
 
 
 def test_rounds():

@@ -10,7 +10,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jaxcomm as jc
 from benchmarks import late_multiply
 from benchmarks.crossover import bisect, crossing
-from benchmarks.harness import merge_rows
 from benchmarks.late_multiply import Config, check, compare, equal_batch, parse_layers
 from tests.benchmarks.places import run
 
@@ -85,12 +84,6 @@ def test_comparison():
     fresh = compare([row_of("reduce", 8.0), row_of("late", 2.0, 0.0)], is_papers=False)
     assert [row["paper_ms"] for row in fresh] == [None, None]
     assert fresh[1]["times_fewer_bytes"] is None
-
-
-def test_mean_bytes_of_hosts():
-    hosts = [[row_of("late", 2.0)], [row_of("late", 3.0) | {"bytes_kernel": 3000.0}]]
-    assert [(row["ms_median"], row["bytes_kernel"]) for row in merge_rows(hosts, isolated=True)] == [(2.0, 2000.0)]
-    assert merge_rows(hosts, isolated=False)[0]["bytes_kernel"] is None
 
 
 def test_defaults():
