@@ -131,7 +131,7 @@ def train_losses(
     elif mesh_name.startswith("hybrid"):
         steps = _hybrid(make, loss_fn, tx, mesh)
     else:
-        steps = _data_parallel(make(), loss_fn, tx, mesh)
+        steps = _whole(make(), loss_fn, tx, mesh)
     if steps is None:
         return None
     state, step = steps
@@ -146,19 +146,16 @@ def _run(graph: Any, params: Any, stats: Any, x: Any, batch: Any) -> Any:
     return apply(graph, params, stats, batch, x, training=True, rows_per_group=ROWS_PER_GROUP if stats else None)
 
 
-def _whole_loss(graph: Any, loss_fn: Any) -> Any:
+def _whole(model: Any, loss_fn: Any, tx: Any, mesh: Any, **options: Any) -> Any:
+    parts = split(model)
+
     def loss(params: Any, stats: Any, batch: Any) -> Any:
-        output, stats = _run(graph, params, stats, None, batch)
+        output, stats = _run(parts.graph, params, stats, None, batch)
         value, scalars = loss_fn(output, batch)
         return value, (scalars, stats)
 
-    return loss
-
-
-def _data_parallel(model: Any, loss_fn: Any, tx: Any, mesh: Any) -> Any:
-    parts = split(model)
-    step = jc.make_train_step(_whole_loss(parts.graph, loss_fn), tx, mesh, has_state=True)
-    return step.init(parts.params, parts.stats), step
+    step = jc.make_train_step(loss, tx, mesh, has_state=True, **options)
+    return step.init(parts.params, model_state=parts.stats), step
 
 
 def _pipeline(model: Any, cuts: Any, loss_fn: Any, tx: Any, mesh: Any) -> Any:
@@ -177,14 +174,12 @@ def _pipeline(model: Any, cuts: Any, loss_fn: Any, tx: Any, mesh: Any) -> Any:
 
 def _partitioned(model: Any, loss_fn: Any, tx: Any, mesh: Any) -> Any:
     """Shards every matrix with divisible outputs over the model axis; XLA finds the collectives."""
-    parts, ways = split(model), mesh.shape["model"]
+    ways = mesh.shape["model"]
 
     def spec(leaf: Any) -> P:
         return P(None, "model") if leaf.ndim == 2 and leaf.shape[1] % ways == 0 else P()
 
-    specs = jax.tree.map(spec, parts.params)
-    step = jc.make_train_step(_whole_loss(parts.graph, loss_fn), tx, mesh, specs=specs, auto=("model",), has_state=True)
-    return step.init(parts.params, model_state=parts.stats), step
+    return _whole(model, loss_fn, tx, mesh, specs=jax.tree.map(spec, split(model).params), auto=("model",))
 
 
 def _hybrid(make: Callable[..., Any], loss_fn: Any, tx: Any, mesh: Any) -> Any:
@@ -196,14 +191,12 @@ def _hybrid(make: Callable[..., Any], loss_fn: Any, tx: Any, mesh: Any) -> Any:
         model = make(dense=SplitLinear)
     else:
         return None
-    parts = split(model)
 
     def columns(path: Any, spec: P) -> P:
         return P(None, "data") if path[-1].key == "table" else spec
 
     specs = jax.tree_util.tree_map_with_path(columns, shards_of(model))
-    step = jc.make_train_step(_whole_loss(parts.graph, loss_fn), tx, mesh, specs=specs, has_state=True)
-    return step.init(parts.params, model_state=parts.stats), step
+    return _whole(model, loss_fn, tx, mesh, specs=specs)
 
 
 if __name__ == "__main__":
