@@ -21,14 +21,8 @@ from jaxcomm.types import PyTree
 READ = 1 << 16  # elements of a constant that is read
 
 # Primitives with indices, and what says which axes of the first operand they are of.
-INDEXED = {
-    "gather": "start_index_map",
-    "scatter": "scatter_dims_to_operand_dims",
-    "scatter-mul": "scatter_dims_to_operand_dims",
-    "scatter-max": "scatter_dims_to_operand_dims",
-    "scatter-min": "scatter_dims_to_operand_dims",
-    "scatter-add": "scatter_dims_to_operand_dims",
-}
+_SCATTERS = ("scatter", "scatter-mul", "scatter-max", "scatter-min", "scatter-add")
+INDEXED = {"gather": "start_index_map", **dict.fromkeys(_SCATTERS, "scatter_dims_to_operand_dims")}
 
 # Primitives that can make what is no row differ along rows.
 _VARIED = ("pad", "slice", "dynamic_slice", "dynamic_update_slice", "scatter", "scatter-add", "cumsum", "cumprod")

@@ -64,16 +64,10 @@ _PICK = ("gather", "dynamic_slice", "select_n", "select_and_scatter_add")
 _ORDERS = {"sort": "dimension", "top_k": "dimension", "cumprod": "axis", "cumlogsumexp": "axis"}
 _KERNELS = ("custom_linear_solve", "ffi_call", "linear_solve", "pallas_call", "ragged_dot", "ragged_dot_general")
 _ROOTS = {"sqrt": 0.5, "rsqrt": -0.5, "cbrt": 1 / 3, "square": 2}
-_EXTREMES = (
-    "reduce_max",
-    "reduce_min",
-    "reduce_or",
-    "reduce_and",
-    "cummax",
-    "cummin",
-    "reduce_window_max",
-    "reduce_window_min",
-)
+_EXTREMES = ("reduce_max", "reduce_min", "reduce_or", "reduce_and", "cummax", "cummin")
+_EXTREMES += ("reduce_window_max", "reduce_window_min")
+# What is known of a number, and then of all that is computed from it.
+_MARKS = frozenset(Scaling._fields) - {"power", "is_extreme", "is_total", "places", "constant"}
 
 
 def flaw_of_sum(number: Scaling) -> str:
@@ -710,21 +704,7 @@ def _leads(var: Any, carry: PyTree, producers: dict[Any, Any]) -> bool:
 
 
 def _marks(operands: Sequence[Scaling]) -> dict[str, Any]:
-    names = ("is_own", "is_weighted", "is_ratio", "is_mixed", "is_shared", "is_curved", "has_mean", "is_normalised")
-    names += (
-        "has_extreme",
-        "is_spread",
-        "is_by_place",
-        "stacks",
-        "blocks",
-        "is_multiple",
-        "is_of_parts",
-        "is_of_worker",
-        "is_alike",
-        "summed",
-        "has_backward",
-    )
-    return {name: max((getattr(x, name) for x in operands), default=getattr(Scaling(), name)) for name in names}
+    return {name: max((getattr(x, name) for x in operands), default=getattr(Scaling(), name)) for name in _MARKS}
 
 
 def _is_linear(eqn: Any, operands: Sequence[Scaling]) -> bool:

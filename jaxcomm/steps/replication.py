@@ -217,19 +217,8 @@ def _branch_axes(index_axes: Axes, *branch_axes: Axes) -> Axes:
 
 
 # Primitives whose outputs are linear in each of their inputs, and those that only their first input may be linear in.
-_LINEAR = {
-    "add",
-    "add_any",
-    "sub",
-    "neg",
-    "reshape",
-    "transpose",
-    "broadcast_in_dim",
-    "slice",
-    "squeeze",
-    "expand_dims",
-}
-_LINEAR |= {"reduce_sum", "concatenate", "pad", "copy", "copy_p", "rev", "convert_element_type"}
+_LINEAR = {"add", "add_any", "sub", "neg", "reshape", "transpose", "broadcast_in_dim", "slice", "squeeze"}
+_LINEAR |= {"expand_dims", "reduce_sum", "concatenate", "pad", "copy", "copy_p", "rev", "convert_element_type"}
 _LINEAR_IN_FIRST = {"div", "dynamic_slice", "gather"}
 
 
