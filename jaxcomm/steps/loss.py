@@ -16,14 +16,7 @@ from jaxcomm.exchange import leaf_name
 from jaxcomm.kernels.numerics import widened
 from jaxcomm.state import is_averaged, trained, with_untrained
 from jaxcomm.steps.batch import Batch
-from jaxcomm.steps.reductions import (
-    KINDS,
-    NOTES,
-    flaw_of_extreme,
-    flaw_of_sum,
-    scalings,
-    warn,
-)
+from jaxcomm.steps.reductions import KINDS, NOTES, flaw_of_extreme, flaw_of_sum, scalings, warn
 from jaxcomm.steps.scaling import Scaling
 from jaxcomm.types import ExchangeMetrics, Params, PyTree
 

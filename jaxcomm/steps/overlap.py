@@ -31,13 +31,7 @@ from jaxcomm.types import DelayedState, Params, PerWorker, PyTree
 class HostOverlap:
     """The programs of a delayed step, each compiled when it is first called."""
 
-    def __init__(
-        self,
-        gradients_fn: GradientsFn,
-        tx: optax.GradientTransformation,
-        mesh: Mesh,
-        settings: StepSettings,
-    ):
+    def __init__(self, gradients_fn: GradientsFn, tx: optax.GradientTransformation, mesh: Mesh, settings: StepSettings):
         """Takes the parts of a step, and its settings."""
         self.mesh, axis_name = mesh, settings.axis_name
         rows, on_mesh = P(axis_name), partial(jax.shard_map, mesh=mesh)

@@ -362,9 +362,7 @@ class _Walk:
                 has_mean = any(operand.has_mean for operand in operands)
                 outs = [
                     out._replace(
-                        is_curved=out.is_curved or not has_rows,
-                        is_normalised=out.is_normalised or has_mean,
-                        summed=(),
+                        is_curved=out.is_curved or not has_rows, is_normalised=out.is_normalised or has_mean, summed=()
                     )
                     for out in outs
                 ]

@@ -125,10 +125,7 @@ class ShardedExchange:
         local, treedef = self._local(params), jax.tree.structure(params)
         shapes = jax.eval_shape(in_axes_of_workers(self._init, self.sizes, self.axis_name), local)
         init = jax.shard_map(
-            self._init,
-            mesh=self.mesh,
-            in_specs=(treedef.unflatten(self.specs),),
-            out_specs=state_specs(shapes),
+            self._init, mesh=self.mesh, in_specs=(treedef.unflatten(self.specs),), out_specs=state_specs(shapes)
         )
         return init(params)
 

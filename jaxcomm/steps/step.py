@@ -15,15 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxcomm.accounting.report import PipelineReport, WireReport, step_report
 from jaxcomm.collectives.axis import AxisName, axis_names, on_step_mesh
-from jaxcomm.state import (
-    TrainState,
-    check_rows,
-    global_params,
-    mean_model_state,
-    resize_workers,
-    state_specs,
-    trained,
-)
+from jaxcomm.state import TrainState, check_rows, global_params, mean_model_state, resize_workers, state_specs, trained
 from jaxcomm.steps.batch import Batch, check_global, row_axes
 from jaxcomm.steps.mesh import shapes_on
 from jaxcomm.steps.settings import StepSettings

@@ -277,13 +277,7 @@ class _Totals(NamedTuple):
 class Schedule:
     """One worker's run of all micro-batches through all stages (GPipe), inside a manual region of the mesh."""
 
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        axis_name: AxisName,
-        batch: PyTree,
-        seed: jax.Array,
-    ):
+    def __init__(self, pipeline: Pipeline, axis_name: AxisName, batch: PyTree, seed: jax.Array):
         """Prepares a batch of one worker's rows; `seed` is for random boundaries, and differs between steps."""
         self.pipeline, self.plan = pipeline, pipeline.plan(batch)
         self.all_axes = (*axis_names(axis_name), STAGE_AXIS)
