@@ -84,22 +84,16 @@ def is_at_place(one: PyTree, two: PyTree, operands: Sequence[Scaling]) -> bool:
     row_axes = axes_of_rows(one.invars[0], two.invars[0])
     part = (one.outvars[0] if is_read else one.invars[1]).aval.shape
     sizes = one.params.get("slice_sizes", part if len(part) == len(shape) else shape)
-    if name not in INDEXED:
-        if any(
-            sizes[axis] < shape[axis] and _is_of_blocks(shape, axis, row_axes, operands[0].blocks)
-            for axis in range(len(shape))
-        ):
-            return True
-        is_known = not any(place.is_by_place for place in operands[1:])  # and not the counter of a loop over rows
-        return is_known and any(sizes[axis] < shape[axis] for axis in row_axes)
-    indexed = list(getattr(one.params["dimension_numbers"], INDEXED[name]))
-    if is_read and any(
-        sizes[axis] < shape[axis] and _is_of_blocks(shape, axis, row_axes, operands[0].blocks) for axis in indexed
-    ):
+    is_indexed = name in INDEXED
+    indexed = list(getattr(one.params["dimension_numbers"], INDEXED[name]) if is_indexed else range(len(shape)))
+    cut = [axis for axis in indexed if sizes[axis] < shape[axis]]
+    is_cut = is_read or not is_indexed
+    if is_cut and any(_is_of_blocks(shape, axis, row_axes, operands[0].blocks) for axis in cut):
         return True
-    places = [
-        indexed.index(axis) for axis in row_axes if axis in indexed and (not is_read or sizes[axis] < shape[axis])
-    ]
+    if not is_indexed:
+        is_known = not any(place.is_by_place for place in operands[1:])  # and not the counter of a loop over rows
+        return is_known and not set(cut).isdisjoint(row_axes)
+    places = [indexed.index(axis) for axis in row_axes if axis in (cut if is_read else indexed)]
     if not places:
         return False
     if operands[1].places is None:

@@ -175,11 +175,9 @@ class StepScaling(NamedTuple):
         if workers == 1 or not any(has_rows):
             return cls([], [], workers)
         leaves, treedef = jax.tree.flatten(arrays)
-        batches = [
-            (leaf, spec) for leaf, spec, has in zip(leaves, jax.tree.leaves(specs), has_rows, strict=True) if has
-        ]
+        given = zip(leaves, jax.tree.leaves(specs), has_rows, strict=True)
         # Along one row it may have other operations.
-        has_one = any(jnp.shape(leaf)[len(spec) - 1] == workers for leaf, spec in batches)
+        has_one = any(has and jnp.shape(leaf)[len(spec) - 1] == workers for leaf, spec, has in given)
         mesh = abstract_mesh(dict.fromkeys(axes, 1))
         # Only traced, and untracked as the step itself is.
         on_one = jax.shard_map(step, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
@@ -339,7 +337,8 @@ class _Walk:
 
         producers = {var: eqn for eqn in first.eqns for var in eqn.outvars}
 
-        counterparts = (eqn for eqn in second.eqns if not _is_exchange(eqn))  # which is another for other workers
+        # Without the exchange, which is another for other workers.
+        counterparts = (eqn for eqn in second.eqns if SCOPE not in str(eqn.source_info.name_stack))
         for one in first.eqns:
             stack = str(one.source_info.name_stack)
             if SCOPE in stack:
@@ -752,10 +751,9 @@ def _same(operands: Sequence[Scaling]) -> Scaling:
 
 def _picked(places: Sequence[Scaling], number: Scaling) -> Scaling:
     """Returns the scaling of what is picked from numbers by others: not known for an order of rows, or its like."""
-    is_by_order = any(place.is_own and (math.isnan(place.power) or place.is_extreme) for place in places)
-    if is_by_order:
-        return _UNKNOWN._replace(**_marks([*places, number]))
     marks = _marks([*places, number])
+    if any(place.is_own and (math.isnan(place.power) or place.is_extreme) for place in places):  # an order
+        return _UNKNOWN._replace(**marks)
     return number._replace(**{name: marks[name] for name in ("is_curved", "is_normalised", "is_by_place", "is_alike")})
 
 
@@ -770,10 +768,6 @@ def _is_number(x: Any) -> bool:
     if not is_real or isinstance(x, Tracer) or not getattr(x, "is_fully_addressable", True):
         return False
     return jnp.ndim(x) == 0 or (0 < x.size < READ and bool((np.asarray(x) == np.asarray(x).flat[0]).all()))
-
-
-def _is_exchange(eqn: Any) -> bool:
-    return SCOPE in str(eqn.source_info.name_stack)
 
 
 def _is_shifted(one: PyTree, two: PyTree) -> bool:
