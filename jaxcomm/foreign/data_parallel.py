@@ -6,7 +6,6 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -138,7 +137,7 @@ class DataParallel:
         elif self._donates:
             packed = packed.replace(copy_repeats(packed.arrays, batch, id))
         self._check_batch(batch, math.prod(self.mesh.shape[name] for name in self._axes))
-        rows = self._placed(Packed.of(batch), partial(self._row_specs, self._axes))
+        rows = self._placed(Packed.of(batch), self._row_specs)
         out = run(packed, rows)
         self._returned = {id(leaf) for leaf in out.arrays}
         self._calls += 1
@@ -233,45 +232,40 @@ class DataParallel:
                     )
         return specs
 
-    def _about(self, out: Out, args: dict[str, Any], specs: dict[str, P]) -> list[list[Any]]:
-        """Returns names, PartitionSpecs, origins, and what is said of them, of the leaves of an output."""
-        names, origins, reductions = out.names(), out.origins(args), []
-        out_specs = leaf_specs(out)
-        for reduction, pattern in self._said.items():
+    def _about(self, out: Out, args: dict[str, Any], specs: dict[str, P]) -> list[Leaf]:
+        """Returns what is known, and what is said, of the leaves of an output."""
+        names, origins, leaves = out.names(), out.origins(args), list[Leaf]()
+        patterns = {reduction: pattern for reduction, pattern in self._said.items() if pattern is not None}
+        for reduction, pattern in patterns.items():
             places = [*names, *origins, *(specs if reduction == "rows" else ())]
-            if pattern is not None and not any(re.search(pattern, place) for place in places if place):
+            if not any(re.search(pattern, place) for place in places if place):
                 pairs = sorted(zip(origins, names, strict=True), key=lambda pair: bool(pair[0]))
                 raise ValueError(
                     f"{reduction}= must be a regular expression that finds an output; got {pattern!r} for "
                     f"{[origin or name for origin, name in pairs[:12]]}{' and others' if pairs[12:] else ''}. Leave it "
                     "out, or take the path of an output, or of the argument that it continues."
                 )
-        for i, (name, origin) in enumerate(zip(names, origins, strict=True)):
-            patterns = {reduction: pattern for reduction, pattern in self._said.items() if pattern is not None}
-            hows = [
-                reduction
-                for reduction, regex in patterns.items()
-                if re.search(regex, name) or re.search(regex, origin or name)
-            ]
+        for name, spec, origin in zip(names, leaf_specs(out), origins, strict=True):
+            hows = [how for how, regex in patterns.items() if any(re.search(regex, x) for x in (name, origin or name))]
             if len(hows) > 1:
                 raise ValueError(
                     f"One of mean, sum, max and rows must match an output; got {' and '.join(hows)} for {name!r}"
                     f"{f', which continues {origin!r}' if origin else ''}. Narrow the patterns, {patterns}."
                 )
-            if out_specs[i] == P() and (hows == ["rows"] or not hows):
-                out_specs[i] = specs.get(origin, P(self._axes) if hows else P())
-            reductions.append("" if hows == ["rows"] else "".join(hows))
-        return [names, out_specs, origins, reductions]
+            if spec == P() and (hows == ["rows"] or not hows):
+                spec = specs.get(origin, P(self._axes) if hows else P())
+            leaves.append(Leaf(name, spec, origin, "" if hows == ["rows"] else "".join(hows)))
+        return leaves
 
     def _check_batch(self, batch: dict[str, Any], workers: int) -> None:
         axes = self._axes_in(batch)
         check_batch(batch, workers, batch_axis=axes)
         check_global(batch, axes)
 
-    def _row_specs(self, axes: tuple[str, ...], batch: dict[str, Any]) -> list[P]:
+    def _row_specs(self, batch: dict[str, Any]) -> list[P]:
         """Returns the PartitionSpec of every leaf of a batch."""
         rows = row_axes(batch, self._axes_in(batch))
-        return [P() if axis is None else P(*[None] * axis, axes) for axis in rows]
+        return [P() if axis is None else P(*[None] * axis, self._axes) for axis in rows]
 
     def _axes_in(self, batch: dict[str, Any]) -> Any:
         """Returns `batch_axis` for the batches by name; given for the one argument, it may leave out the name."""
@@ -330,7 +324,7 @@ class DataParallel:
                 for name, arg in batch.tree(own_batch).items()
                 if not is_array(arg) or self._is_rows(name)  # a bare array of such a shape may be anything
             }
-            about[:] = map(Leaf, *map(packed.pick, self._about(out, named_inputs, specs_of)))
+            about[:] = packed.pick(self._about(out, named_inputs, specs_of))
             if self._rng is None:
                 return packed
             pairs = {
@@ -350,7 +344,7 @@ class DataParallel:
         self._check_batch(batch.tree(), workers)
         spread_state = spread(state.tree(), workers)
         state = Packed.of(spread_state, state.sharing)
-        specs = state.pick(self._state_specs(spread_state)), batch.pick(self._row_specs(axes, batch.tree()))
+        specs = state.pick(self._state_specs(spread_state)), batch.pick(self._row_specs(batch.tree()))
         names = state.pick(nnx.names(spread_state))
         about: list[Leaf] = []  # the outputs, noted while tracing
         own_step = self._worker_step(state, batch, specs, about)
