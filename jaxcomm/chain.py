@@ -285,13 +285,7 @@ class SplitChain(NamedTuple):
 def split_chain(
     tx: optax.GradientTransformation, params: Params, sizes: tuple[int, ...], axis_name: AxisName
 ) -> SplitChain:
-    """Splits a chain at its exchange.
-
-    Args:
-      tx: one exchange of gradients, or a `jaxcomm.chain` with one among its links.
-      params: the parameters, or their shapes.
-      sizes: the number of workers along each axis.
-      axis_name: the axis of workers, or the axes.
+    """Splits one exchange of gradients, or a `jaxcomm.chain` with one among its links, at the exchange.
 
     Raises:
       ValueError: for a chain that does not keep its links, has no exchange, accumulates, or has a delay; for an

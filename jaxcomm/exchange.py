@@ -678,11 +678,7 @@ def is_exchange_state(node: PyTree) -> TypeGuard[ExchangeState]:
 
 
 def get_exchange(state: PyTree) -> ExchangeState:
-    """Returns the state of the one exchange in an optimizer's state.
-
-    Raises:
-      ValueError: if there is none.
-    """
+    """Returns the state of the one exchange in an optimizer's state; refuses a state without."""
     exchange = next(exchange_states(state), None)
     if exchange is None and has_lost_types(state):
         raise ValueError(
@@ -795,11 +791,7 @@ def worker_of(row: Any) -> tuple[Any, Any]:
 
 
 def own_row(rows: PerWorker, n: int) -> jax.Array:
-    """Returns this worker's own row (1, n) of a state.
-
-    Raises:
-      ValueError: if the state was made for another tree, or holds the rows of several workers.
-    """
+    """Returns this worker's own row (1, n); refuses a state that was made for another tree, or has several rows."""
     if rows.rows.shape != (1, n):
         raise ValueError(
             f"A worker must hold one row of state, (1, {n}) for this gradient; got {rows.rows.shape}. Initialise the "

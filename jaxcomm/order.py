@@ -314,11 +314,7 @@ def _check_inside(method: Exchange, params: Params) -> None:
 
 
 def check_outer(outer: optax.GradientTransformation, params: Params) -> None:
-    """Refuses an outer optimizer that goes up: one without a learning rate.
-
-    Raises:
-      ValueError: if it does.
-    """
+    """Refuses an outer optimizer that goes up: one without a learning rate."""
     effects = try_link(outer, params)
     descends = effects is None or bool(effects.descends)
     remedy = "Pass optax.sgd(0.7, momentum=0.9, nesterov=True), say, or put optax.scale_by_learning_rate behind"
@@ -359,15 +355,10 @@ def _with_states(tx: Any, state: PyTree) -> tuple[list[Any], list[Any]]:
 
 
 def check_slots(tx: optax.GradientTransformation, slots: PyTree, stages: Sequence[tuple[Params, PyTree]]) -> None:
-    """Checks that the links of a pipeline's chain do to the slots of a stage what they would do to its tensors.
+    """Refuses a link of a pipeline's chain that goes by a tensor's name or rank.
 
-    Args:
-      tx: the chain.
-      slots: the shapes of the slots.
-      stages: the shapes of every stage's tensors, and a like tree of the path of each one's slot.
-
-    Raises:
-      ValueError: for a link that goes by a tensor's name or rank.
+    It would not do to the slots of a stage what it does to its tensors. `stages` has the shapes of every stage's
+    tensors, and a like tree of the path of each one's slot.
     """
     places = [
         {jax.tree_util.keystr(path): at for (path, _), at in zip(leaves, jax.tree.leaves(paths), strict=True)}
@@ -390,13 +381,7 @@ def check_slots(tx: optax.GradientTransformation, slots: PyTree, stages: Sequenc
 
 
 def check_stages(tx: optax.GradientTransformation, exchange: ExchangeState, slots: PyTree) -> list[str]:
-    """Returns a warning for each link of a pipeline's chain that looks at the gradients of all tensors at once.
-
-    Args:
-      tx: the chain.
-      exchange: the state of its exchange.
-      slots: the shapes of a stage's slots.
-    """
+    """Returns a warning for each link of a pipeline's chain that looks at the gradients of all tensors at once."""
     links = [(f"link {i} of the chain", link) for i, link in enumerate(getattr(tx, "links", ()))]
     links += [] if (outer := getattr(exchange.method, "outer", None)) is None else [("outer", outer)]
     found = clips_in(exchange)
@@ -412,17 +397,10 @@ def check_stages(tx: optax.GradientTransformation, exchange: ExchangeState, slot
 
 
 def check_descent(tx: optax.GradientTransformation, state: PyTree, params: Params) -> None:
-    """Checks that a step which applies updates gets descent steps from a gradient exchange.
+    """Refuses an exchange of gradients alone, or with links that are all known and none of which descends.
 
-    A loop of one's own may apply the mean gradient by itself, so `check_chain` does not ask for a learning rate.
-
-    Args:
-      tx: a transformation or a chain.
-      state: its state, or the shapes of it.
-      params: the parameters, or their shapes.
-
-    Raises:
-      ValueError: for an exchange alone, or a chain of links that are all known and none of which descends.
+    For a step that applies updates. A loop of one's own may apply the mean gradient by itself, so `check_chain` does
+    not ask for a learning rate.
     """
     links: Any = getattr(tx, "links", (tx,) if isinstance(tx, ExchangeTransformation) else None)
     links, states = (links, links) if links else _with_states(tx, state)
@@ -445,12 +423,6 @@ def check_states(tree: PyTree) -> list[str]:
     """Checks the chains whose states are somewhere in a tree, by these states alone, as `check_chain` does.
 
     A tuple with the state of an exchange counts as that of a chain if all others in it are of Optax's transformations.
-
-    Returns:
-      The warnings.
-
-    Raises:
-      ValueError: as `check_chain`.
     """
     return [message for state in _chains(tree) for message in check_chain(optax.identity(), state, None)]
 

@@ -87,15 +87,7 @@ def state_specs(state: PyTree) -> PyTree:
 
 
 def check_rows(state: PyTree, workers: int) -> None:
-    """Refuses a state whose rows are on other workers than their own, as far as this process can read them.
-
-    Args:
-      state: any tree with an optimizer's state in it.
-      workers: K.
-
-    Raises:
-      ValueError: naming the exchange and the workers.
-    """
+    """Refuses a tree with a state whose rows are on other workers than their own, as far as this process can read."""
     for node in exchange_states(state):
         check_rows((node.memory, node.others), workers)
         rows = None if node.worker is None or node.worker.shards else jax.tree.leaves(node.worker)[0]
@@ -122,14 +114,7 @@ def check_rows(state: PyTree, workers: int) -> None:
 
 
 def communication_period(state: PyTree) -> int | None:
-    """Finds how many steps a local method takes between two exchanges.
-
-    Args:
-      state: the state of one transformation or of an Optax chain.
-
-    Returns:
-      The number of steps; None for methods that exchange gradients, whose parameters are replicated.
-    """
+    """Returns the steps from one exchange of a local method to the next; None if the parameters are replicated."""
     return next((exchange.method.period for exchange in exchange_states(state)), None)
 
 
@@ -144,11 +129,7 @@ def works_alone(state: PyTree, model_state: PyTree = ()) -> bool:
 
 
 def exchange_interval(state: PyTree) -> int:
-    """Finds the steps from one exchange to the next, of a local method or of a chain that accumulates; else 1.
-
-    Args:
-      state: the state of one transformation or of a chain, or a tree that contains it.
-    """
+    """Finds the steps from one exchange to the next, of a local method or of a chain that accumulates; else 1."""
     return next((node.every for node in nodes_of(state, AccumulatedState)), communication_period(state) or 1)
 
 
@@ -163,12 +144,7 @@ def exchange_turns(state: PyTree) -> int:
 
 
 def applies_step(metrics: ExchangeMetrics, reverts_on_skip: bool) -> jax.Array:
-    """Returns whether a step should change parameters and optimizer: () bool, False if a skipped exchange undoes it.
-
-    Args:
-      metrics: the exchange's.
-      reverts_on_skip: its method's.
-    """
+    """Returns whether a step should change parameters and optimizer: () bool, False if a skipped exchange undoes it."""
     ok = metrics.skipped == 0
     return ok if reverts_on_skip else jnp.asarray(True)
 
@@ -274,12 +250,7 @@ def exchange_metrics(state: PyTree) -> ExchangeMetrics | None:
 
 
 def bypassing(state: PyTree, tree: PyTree) -> frozenset[str]:
-    """Returns the paths of the leaves whose gradients bypass the exchange, as `jax.tree_util.keystr` writes them.
-
-    Args:
-      state: an optimizer's state.
-      tree: the parameters, or another tree of their structure.
-    """
+    """Returns the paths of the leaves whose gradients bypass the exchange, as `jax.tree_util.keystr` writes them."""
     exchanges = list(exchange_states(state))
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return frozenset(
@@ -290,13 +261,7 @@ def bypassing(state: PyTree, tree: PyTree) -> frozenset[str]:
 
 
 def vary_exchanged(tree: PyTree, state: PyTree, axis_name: AxisName) -> PyTree:
-    """Marks parameters as varying between workers, except those whose gradients bypass the exchange. Moves no bytes.
-
-    Args:
-      tree: the parameters, or another tree of their structure.
-      state: the optimizer's state.
-      axis_name: the axis of workers, or the axes.
-    """
+    """Marks parameters as varying between workers, except those whose gradients bypass the exchange. Moves no bytes."""
     paths = bypassing(state, trained(tree))
 
     def vary(path: KeyPath, leaf: jax.Array) -> jax.Array:
@@ -323,14 +288,9 @@ def is_averaged(leaf: PyTree) -> bool:
 
 
 def check_model_state(model_state: PyTree, *, takes_counts: bool = False) -> None:
-    """Refuses a model's state that cannot be averaged over the workers.
+    """Refuses a model's state with a leaf that is not of a real floating type, to be averaged over the workers.
 
-    Args:
-      model_state: the state.
-      takes_counts: whether it may have counters, booleans and keys that are the same on all workers.
-
-    Raises:
-      ValueError: for a leaf that is not of a real floating type.
+    With `takes_counts` it may have counters, booleans and keys that are the same on all workers.
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(model_state):
         dtype = jnp.result_type(leaf)
@@ -344,11 +304,7 @@ def check_model_state(model_state: PyTree, *, takes_counts: bool = False) -> Non
 
 
 def check_axes(exchange: ExchangeState, axis_name: AxisName) -> None:
-    """Refuses an exchange over other axes than those of the workers.
-
-    Raises:
-      ValueError: naming the axes of both.
-    """
+    """Refuses an exchange over other axes than those of the workers."""
     expected, actual = set(axis_names(axis_name)), set(exchange.method.axes)
     if actual != expected:
         raise ValueError(
@@ -514,11 +470,7 @@ def _overlap(old: int, new: int) -> np.ndarray:
 
 
 def check_aliases(params: Params) -> None:
-    """Refuses an array at two places of the parameters, whose copies would be trained apart.
-
-    Raises:
-      ValueError: naming both places.
-    """
+    """Refuses an array at two places of the parameters, whose copies would be trained apart."""
     places: dict[int, str] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if isinstance(leaf, Tracer) or not isinstance(leaf, jax.Array | np.ndarray) or not leaf.size:

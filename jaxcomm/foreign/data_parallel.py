@@ -65,7 +65,6 @@ class DataParallel:
         donate: bool,
         compiler_options: dict[str, Any] | None,
     ):
-        """See `data_parallel`."""
         functools.update_wrapper(self, step)
         self.mesh, self._step, self._said, self._rng, self._every = mesh, step, patterns, rng, check_every
         self._names, self._batch_axis, self._donates = _parameters(step), batch_axis, donate
@@ -183,11 +182,7 @@ class DataParallel:
         return self._names[place] if place < len(self._names) else f"args[{place}]"
 
     def _workers(self, state: PyTree) -> tuple[tuple[str, ...], int]:
-        """Returns the axes of workers and their number.
-
-        Raises:
-          ValueError: without an exchange in the state, or with one that the step cannot run.
-        """
+        """Returns the axes of workers and their number; refuses a state without an exchange that the step can run."""
         states = list(exchange_states(state))
         if not states:
             raise ValueError(
@@ -284,11 +279,8 @@ class DataParallel:
     def _worker_step(self, state: Packed, batch: Packed, specs: tuple[list[P], list[P]], about: list[Leaf]) -> Any:
         """Returns a worker's own part of the step, a function of its arrays that returns `Out`, packed.
 
-        Args:
-          state: the arguments that are not batches, with a row for each worker.
-          batch: the batches.
-          specs: the PartitionSpecs of both.
-          about: is filled with the outputs while the step is traced, as some trees can only be built from arrays.
+        The state has a row for each worker; `specs` are the PartitionSpecs of both. `about` is filled with the outputs
+        while the step is traced, as some trees can only be built from arrays.
         """
         whole, workers = state.tree(), math.prod(self.mesh.shape[name] for name in self._axes)
         graph, names = nnx.graph_in(whole), state.pick(nnx.names(whole))
@@ -634,12 +626,7 @@ def _parameters(step: Callable[..., Any]) -> list[str]:
 
 
 def _note_static(error: Exception, args: dict[str, Any]) -> None:
-    """Notes at an error about traced values which arguments may have been Python's numbers.
-
-    Args:
-      error: the error.
-      args: the arguments that are not batches, traced, by name.
-    """
+    """Notes at an error about traced values which arguments, but for the batches, may have been Python's numbers."""
     names = [name for name, arg in args.items() if is_array(arg) and not jnp.ndim(arg) and jax.typeof(arg).weak_type]
     if names and re.search("[Tt]race[dr]|[Cc]oncret", str(error)):
         error.add_note(
@@ -651,12 +638,7 @@ def _note_static(error: Exception, args: dict[str, Any]) -> None:
 def _note_rows(error: Exception, workers: int, batch: Packed, cut: list[P], named_arrays: Iterable[Any]) -> None:
     """Notes at an error about shapes which arguments are cut over the workers, and which have as many rows and are not.
 
-    Args:
-      error: the error.
-      workers: K.
-      batch: the batches by name.
-      cut: the PartitionSpec of each of their arrays.
-      named_arrays: path, array and PartitionSpec of everything else.
+    `cut` has the PartitionSpecs of the batches' arrays; `named_arrays` path, array and PartitionSpec of all else.
     """
     if not re.search("shape|broadcast|dimension", str(error)):
         return

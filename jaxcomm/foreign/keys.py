@@ -16,11 +16,7 @@ def is_key(leaf: PyTree) -> bool:
 
 
 def worker_keys(pattern: str, names: list[str], leaves: list[Any], worker: jax.Array) -> list[Any]:
-    """Returns the leaves, in which the keys whose names match a pattern are replaced by this worker's own.
-
-    Raises:
-      ValueError: if the pattern finds no key.
-    """
+    """Returns the leaves, with this worker's own keys in place of those that a pattern finds; it must find one."""
     is_drawn = [re.search(pattern, name) is not None and is_key(leaf) for name, leaf in zip(names, leaves, strict=True)]
     if not any(is_drawn):
         key_names = [name for name, leaf in zip(names, leaves, strict=True) if is_key(leaf)]

@@ -32,9 +32,6 @@ class Out:
 
         An output continues an argument of its structure and shapes; several of one kind, in their order. A bare scalar
         continues none.
-
-        Args:
-          args: a worker's arguments by name.
         """
         kinds: dict[Any, list[str]] = {}
         for name, arg in args.items():

@@ -24,18 +24,9 @@ def check_agreement(
 ) -> None:
     """Refuses parameters that bypass the exchange if anything but a late layer uses them. Nothing is computed.
 
-    The loss is traced once more, with an extra axis along which these parameters differ. A late layer hides that axis,
-    so the loss differs along it exactly if something else uses one of the parameters.
-
-    Args:
-      loss_fn: (params, model_state, batch) -> (loss, auxiliary).
-      state: the train state.
-      batch: the global batch, taken apart.
-      axes: the sizes of the mesh's axes by their names.
-      axis_name: the axis of workers, or the axes.
-
-    Raises:
-      ValueError: naming the parameters.
+    The loss, (params, model_state, batch) -> (loss, auxiliary), is traced once more, with an extra axis along which
+    these parameters differ. A late layer hides that axis, so the loss differs along it exactly if something else uses
+    one of the parameters.
     """
     marked = bypassing(state.opt_state, trained(state.params))
     if not marked:

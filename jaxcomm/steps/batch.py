@@ -157,12 +157,7 @@ def check_batch(
 def check_global(batch: PyTree, batch_axis: PyTree = 0) -> None:
     """Refuses a process's own arrays where there are several processes: each would be taken as the whole batch.
 
-    Args:
-      batch: the batch that a step was called with.
-      batch_axis: see `row_axes`; what is replicated may be a process's own.
-
-    Raises:
-      ValueError: with the way to a global array.
+    What `batch_axis` says is replicated may be a process's own.
     """
     if jax.process_count() == 1:
         return

@@ -83,11 +83,6 @@ class Tables:
 def tables_of(lookups: Lookups, params: Params, exchange: ShardedExchange) -> Tables:
     """Finds the tables among the parameters.
 
-    Args:
-      lookups: by path, (batch) -> ids.
-      params: the parameters, or their shapes.
-      exchange: the exchange of the parameters.
-
     Raises:
       ValueError: for a path that no parameter has, or a parameter that is not a float32 matrix sharded over the
         workers along one dimension.

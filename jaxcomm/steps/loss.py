@@ -38,11 +38,7 @@ class Scalars(NamedTuple):
     micro_batches: int = 1
 
     def of(self, name: str) -> str:
-        """Returns "sum", "max" or "mean" for a metric.
-
-        Raises:
-          ValueError: for both patterns.
-        """
+        """Returns "sum", "max" or "mean" for a metric; refuses one that both patterns find."""
         matches = [how for how in ("sum", "max") if (pattern := getattr(self, how)) and re.search(pattern, name)]
         if not matches:
             return "mean"
@@ -67,11 +63,7 @@ class Scalars(NamedTuple):
         }
 
     def check(self, scalars: Mapping[str, Any]) -> None:
-        """Refuses a pattern that finds no scalar.
-
-        Raises:
-          ValueError: naming the scalars.
-        """
+        """Refuses a pattern that finds no scalar, and one of maxima that finds the loss."""
         for reduction, pattern in (("sum", self.sum), ("max", self.max)):
             if pattern is not None and not any(re.search(pattern, name) for name in ("loss", *scalars)):
                 raise ValueError(

@@ -86,11 +86,7 @@ def shapes_on(mesh: Mesh, tree: PyTree, specs: PyTree) -> Any:
 
 
 def check_axis(mesh: Mesh, axis_name: AxisName) -> None:
-    """Refuses a mesh on which the data-parallel step cannot run.
-
-    Raises:
-      ValueError: if the axis is not on the mesh, or another axis has more than one device.
-    """
+    """Refuses a mesh without the axis of workers, or with another axis of more than one device."""
     sizes = dict(mesh.shape)
     names = axis_names(axis_name)
     for name in names:
@@ -111,11 +107,7 @@ def check_axis(mesh: Mesh, axis_name: AxisName) -> None:
 
 
 def place(tree: PyTree, shardings: Any) -> PyTree:
-    """Does `jax.device_put`, with an error of its own where processes have other numbers.
-
-    Raises:
-      ValueError: for replicated arrays that are not equal in every process.
-    """
+    """Does `jax.device_put`; refuses replicated arrays that are not equal in every process."""
     try:
         return jax.device_put(tree, shardings)
     except AssertionError:  # its text has whole arrays

@@ -32,7 +32,6 @@ class HostOverlap:
     """The programs of a delayed step, each compiled when it is first called."""
 
     def __init__(self, gradients_fn: GradientsFn, tx: optax.GradientTransformation, mesh: Mesh, settings: StepSettings):
-        """Takes the parts of a step, and its settings."""
         self.mesh, axis_name = mesh, settings.axis_name
         rows, on_mesh = P(axis_name), partial(jax.shard_map, mesh=mesh)
         workers = math.prod(mesh.shape[name] for name in axis_names(axis_name))

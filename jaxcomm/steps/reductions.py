@@ -230,9 +230,6 @@ class StepScaling(NamedTuple):
           averaged: the same, if it is averaged over the workers; else "".
           of_rows: the same, if each row has its own.
           feeds_back: whether an exchange has error feedback, so that each worker's gradient is clipped before it.
-
-        Raises:
-          ValueError: naming the outputs.
         """
         if any(x.power == 1 and not (x.is_by_place or x.is_mixed) for x in self.gradients):
             raise ValueError(

@@ -19,10 +19,6 @@ def differing_replicas(mesh: Mesh, named: Mapping[str, jax.Array]) -> dict[str, 
 
     Every array is read once; each device receives 4 bytes an array from every other. All processes must call it.
 
-    Args:
-      mesh: the devices.
-      named: arrays that are replicated on the mesh, by name.
-
     Returns:
       For each array that differs: the devices whose copy is not the most common one, by their positions in the mesh.
     """

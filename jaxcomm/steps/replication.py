@@ -37,14 +37,7 @@ def over_workers(function: Callable[..., Any], mesh: Mesh, in_specs: PyTree, out
     JAX tracks what differs between workers, and so refuses a loop that begins with a constant, or a branch that returns
     one, in code that was written for one device; and a mean over rows and workers at once, as of Equinox's batch
     normalisation. Such a function is traced again without tracking. The walk of this module then proves what JAX would
-    have proven.
-
-    Args:
-      function: a worker's function. No gradient in it may be taken with respect to anything replicated.
-      mesh: the devices.
-      in_specs: as for `jax.shard_map`.
-      out_specs: as for `jax.shard_map`.
-      **options: other arguments of `jax.shard_map`.
+    have proven. No gradient in the function may be taken with respect to anything replicated.
 
     Raises:
       ValueError: if an output that `out_specs` calls replicated may differ between workers.
@@ -252,10 +245,7 @@ def _fixpoint(turn: Any, axes: list[Axes]) -> list[Axes]:
 def by_scope(jaxpr: Any, scope: str, axes: Axes) -> tuple[list[Any], list[Any]]:
     """Returns the collectives over any of the axes outside a `jax.named_scope`, and the equations of the scope.
 
-    Args:
-      jaxpr: the program that a worker runs; its loops and branches are looked into, those of the scope are not.
-      scope: the name of the scope, or a part of it.
-      axes: the axes.
+    Loops and branches are looked into, those of the scope are not. `scope` may be a part of its name.
     """
     outside, inside = [], []
     for eqn in jaxpr.eqns:

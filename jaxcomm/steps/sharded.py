@@ -87,7 +87,6 @@ class Sharded(Placement):
         axis_name: AxisName,
         lookups: Lookups | None = None,
     ):
-        """See `make_train_step`."""
         names, kinds = axis_names(axis_name), set(mesh.axis_types)
         gaps = [name for name in (*names, *auto) if name not in mesh.axis_names]
         if gaps or set(names) & set(auto):
@@ -187,11 +186,7 @@ class Sharded(Placement):
         return tables_of(self.lookups, trained(params), exchange) if self.lookups else None
 
     def _locate(self, params: Params) -> None:
-        """Takes the specs from the first parameters that the step gets.
-
-        Raises:
-          ValueError: if all parameters are replicated, or one is sharded over the workers themselves.
-        """
+        """Takes the specs from the first parameters; refuses any sharded over the workers, and only replicated ones."""
         shardings = jax.tree.map(_sharding_of, params)
         exchange = plan_shards(self.tx, self.mesh, shardings, params, self.axis_name)
         paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(trained(params))]

@@ -135,19 +135,13 @@ class ShardedExchange:
         return [_part(local, is_member) for is_member in self.groups.values()]
 
     def __call__(self, gradients: PyTree, state: ShardedState, params: Params) -> tuple[Any, ShardedState]:
-        """Exchanges the gradients, all of them or none.
+        """Exchanges the gradients, all of them or none; returns their means and the new state.
 
         If a group's exchange is skipped, or an already reduced gradient is not finite, all means are zeros, and nothing
         in the state changes but `metrics` and the step counts of a local method. One all-reduce of 16 bytes decides it.
         A method whose `reverts_on_skip` is False handles a skip itself, group by group.
 
-        Args:
-          gradients: placed as in `gradient_specs`.
-          state: the state.
-          params: the parameters.
-
-        Returns:
-          The means, placed as the parameters are, and the new state.
+        The gradients are placed as in `gradient_specs`, the means as the parameters are.
         """
         treedef = jax.tree.structure(params)
         gradient_specs, exchange_specs = self.gradient_specs(treedef), state_specs(state)
@@ -161,12 +155,7 @@ class ShardedExchange:
         return update(gradients, state, params)
 
     def global_model(self, state: ShardedState, like: PyTree) -> PyTree:
-        """Returns the global model of a local method, placed by `specs`. Call it under `jax.jit`.
-
-        Args:
-          state: the state.
-          like: shapes and types of one worker's parameters.
-        """
+        """Returns a local method's model, placed by `specs`, like one worker's parameters. Call it under `jax.jit`."""
         treedef = jax.tree.structure(like)
 
         def split_rows(node: PerWorker) -> PerWorker:
@@ -278,13 +267,8 @@ def plan_shards(
 ) -> ShardedExchange:
     """Splits a chain at its exchange, and checks the PartitionSpecs.
 
-    Args:
-      tx: a chain with one exchange.
-      mesh: the mesh.
-      specs: PartitionSpecs or NamedShardings, a tree like that of the parameters or a prefix of it. A sharding that
-        replicates counts as P().
-      params: the parameters, or their shapes.
-      axis_name: the axis of workers, or the axes.
+    `specs` are PartitionSpecs or NamedShardings, in a tree like that of the parameters or a prefix of it. A sharding
+    that replicates counts as P().
 
     Raises:
       ValueError: for specs whose tree does not match the parameters, that name axes the mesh lacks, that have some of

@@ -42,7 +42,6 @@ class Placement(ABC):
     def __init__(
         self, tx: optax.GradientTransformation, mesh: Mesh | None, axis_name: AxisName, sizes: tuple[int, ...]
     ):
-        """Takes the chain, the mesh and the workers."""
         self.tx, self.mesh, self.axis_name, self.sizes = tx, mesh, axis_name, sizes
 
     @property
@@ -307,11 +306,7 @@ def params_like(state: PyTree) -> Any:
 
 
 def check_state(state: PyTree, sizes: Mapping[str, int]) -> None:
-    """Refuses anything but a `TrainState`, and a state of another number of workers.
-
-    Raises:
-      ValueError: naming what was given.
-    """
+    """Refuses anything but a `TrainState`, and a state of another number of workers."""
     if not isinstance(state, TrainState):
         raise ValueError(
             f"The state must be a jaxcomm.state.TrainState; got {type(state).__name__}. Make it by step.init(params), "
@@ -338,11 +333,7 @@ def _process_rows(rows: jax.Array) -> jax.Array:
 
 
 def _check_kept(state: PyTree) -> None:
-    """Refuses a state whose memory was donated.
-
-    Raises:
-      ValueError: naming the first array.
-    """
+    """Refuses a state whose memory was donated."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         if _is_deleted(leaf):
             raise ValueError(

@@ -89,7 +89,6 @@ class Replicated(WorkerPlacement):
     """Workers on a mesh that each hold the whole model."""
 
     def __init__(self, tx: optax.GradientTransformation, mesh: Mesh, axis_name: AxisName):
-        """See `make_train_step`."""
         check_axis(mesh, axis_name)
         super().__init__(tx, mesh, axis_name, tuple(mesh.shape[name] for name in axis_names(axis_name)))
 
@@ -127,7 +126,6 @@ class Simulated(WorkerPlacement):
     """Workers simulated on one device, under `jax.vmap`."""
 
     def __init__(self, tx: optax.GradientTransformation, workers: int | tuple[int, ...], axis_name: AxisName):
-        """See `simulate`."""
         super().__init__(tx, None, axis_name, check_workers(workers, axis_name))
 
     @on_step_mesh

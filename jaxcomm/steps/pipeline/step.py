@@ -95,7 +95,6 @@ class Staged(WorkerPlacement):
     takes_scalars = False
 
     def __init__(self, pipeline: Pipeline, tx: optax.GradientTransformation, mesh: Mesh, axis_name: AxisName):
-        """See `make_train_step`."""
         _check_mesh(pipeline, mesh, axis_name)
         super().__init__(tx, mesh, axis_name, tuple(mesh.shape[name] for name in axis_names(axis_name)))
         self.pipeline = pipeline
