@@ -430,7 +430,7 @@ def resize_workers(state: PyTree, workers: int) -> PyTree:
             worker = jax.tree.map(lambda rows: np.full_like(rows, -1), parts.pop("worker"))
             return node.method.resized(node.replace(worker=worker, **parts))
 
-        return jax.tree.map(resize, tree, is_leaf=lambda node: is_per_worker(node) or isinstance(node, ExchangeState))
+        return jax.tree.map(resize, tree, is_leaf=lambda node: is_per_worker(node) or is_exchange_state(node))
 
     return walk(state, None)
 

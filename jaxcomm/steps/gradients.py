@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxcomm.collectives.axis import to_varying
+from jaxcomm.collectives.axis import to_varying, varies
 from jaxcomm.exchange import keep_unless
 from jaxcomm.kernels.numerics import is_applicable_tree, widened
 from jaxcomm.state import trained, with_untrained
@@ -216,7 +216,7 @@ def _rows_of_workers(gradient: jax.Array, spec: P, exchange: ShardedExchange) ->
 
 def _check_same_along_others(tree: PyTree, exchange: ShardedExchange) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        varying_axes = [axis for axis in exchange.others if axis in jax.typeof(leaf).manual_axis_type.varying]
+        varying_axes = [axis for axis in exchange.others if varies(leaf, axis)]
         if varying_axes:
             raise ValueError(
                 f"A loss, and what comes with it, must be replicated along other axes than {exchange.axis_name!r}; got "

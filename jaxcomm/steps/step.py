@@ -180,8 +180,7 @@ class TrainStep:
     @on_step_mesh
     def lower(self, state: PyTree, batch: PyTree) -> Any:
         """Lowers the step for arrays or shapes, as `jax.jit(...).lower` does."""
-        self._placement.see(state)
-        return self._jitted.lower(state, batch)
+        return self.trace(state, batch).lower()
 
     def compile(self, state: PyTree, batch: PyTree) -> Any:
         """Compiles the step for arrays or shapes; later calls use the program while their arguments match it."""
