@@ -171,13 +171,8 @@ def update_with(
 ) -> tuple[Any, Any]:
     """Calls `tx.update` with the further arguments of a line search and of `reduce_on_plateau`.
 
-    Args:
-      tx: the chain; only a `jaxcomm.chain` gets `value_fn` and `grad`, and averages them over the workers.
-      gradients: each worker's own.
-      state: the chain's state.
-      params: the parameters.
-      value: the loss, the mean over all workers.
-      value_fn: params -> each worker's own loss.
+    The gradients are each worker's own, `value` is the mean loss of all workers, `value_fn` params -> each worker's own
+    loss. Only a `jaxcomm.chain` gets `value_fn` and `grad`, and averages them over the workers.
     """
     extra_args: dict[str, Any] = {"value": value}
     if hasattr(tx, "links"):

@@ -34,11 +34,7 @@ def shared_keys(pairs: dict[str, tuple[Any, Any]], names: list[str], out: list[A
     """Returns a step's outputs with replicated keys in place of the worker's own.
 
     A key that the step left unchanged becomes the given key again. One that it changed becomes the next replicated key.
-
-    Args:
-      pairs: the given key and the worker's own key, by the key's name in the arguments.
-      names: the names of the outputs in the arguments.
-      out: the outputs.
+    `pairs` has the given key and the worker's own by the name in the arguments, `names` the outputs' names there.
     """
 
     def shared(name: str, leaf: PyTree) -> PyTree:

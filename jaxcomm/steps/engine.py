@@ -172,15 +172,10 @@ def settle(
     old_opt_state: Any,
     own_ok: bool | jax.Array = True,
 ) -> tuple[Any, Any]:
-    """Applies updates, or skips the step: returns the parameters and the optimizer's state after it.
+    """Applies updates of what is trained, or skips the step: returns parameters and optimizer's state after it.
 
-    Args:
-      ok: () bool, whether the step is applied, the same on all workers; see `applies_step`.
-      updates: of the parameters that are trained.
-      opt_state: the new state of the optimizer.
-      old_params: the parameters before the step.
-      old_opt_state: the state before the step.
-      own_ok: whether the updates have something of this worker's gradient; else the optimizer's state stays, too.
+    The step is applied if `ok`, which is the same on all workers; see `applies_step`. Where the updates have nothing of
+    this worker's gradient, `own_ok` is False, and its optimizer's state stays.
     """
     new_opt_state = keep_states_unless(ok if own_ok is True else ok & own_ok, opt_state, old_opt_state)
     params = with_untrained(optax.apply_updates(trained(old_params), updates), old_params)

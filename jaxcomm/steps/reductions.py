@@ -87,11 +87,7 @@ def flaw_of_extreme(number: Scaling) -> str:
 def scalings(function: Callable[..., Any], rows: Sequence[Any], workers: int, axes: Sequence[str] = ()) -> Any:
     """Traces a function of a worker's rows for these, for twice as many, and for an only worker that has those of all.
 
-    Args:
-      function: of a list of arrays (rows, ...).
-      rows: the arrays.
-      workers: K.
-      axes: the axes of workers, as far as they are bound.
+    The function is of a list of arrays (rows, ...), `axes` are those of workers, as far as they are bound.
 
     Returns:
       The function's output, with a `Scaling` for each number, which is unknown if other rows cannot be traced; None if
@@ -155,13 +151,9 @@ class StepScaling(NamedTuple):
     ) -> "StepScaling":
         """Traces the step of one worker, if there are several.
 
-        Args:
-          step: what a worker does.
-          program: the jaxpr of its `jax.shard_map` over the workers.
-          arrays: a tree of its global arguments.
-          specs: their PartitionSpecs, in a like tree.
-          has_rows: for every argument, whether it has rows of a batch; others with a spec have one of each worker.
-          axes: the axes of workers.
+        `program` is the jaxpr of its `jax.shard_map` over the workers, `arrays` a tree of its global arguments, and
+        `specs` a like tree of their PartitionSpecs. `has_rows` says of every argument whether it has rows of a batch;
+        others with a spec have one of each worker.
         """
         (eqn,) = [eqn for eqn in program.jaxpr.eqns if eqn.primitive.name == "shard_map"]
         workers = math.prod(eqn.params["mesh"].shape[axis] for axis in axes)

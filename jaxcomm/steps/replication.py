@@ -93,11 +93,8 @@ def varying_axes(jaxpr: Any, inputs: Sequence[Axes], see: See | None = None) -> 
     """Returns the axes along which each output of a traced program may differ.
 
     A mutable reference differs from its first write of a value that differs on. References of one type may be the same.
-
-    Args:
-      jaxpr: the program that a worker runs.
-      inputs: the axes along which each input differs. LINEAR among them is followed as well.
-      see: is given every equation, the axes of its inputs and those of its outputs, and returns the latter.
+    LINEAR among the axes of an input is followed as well. `see` is given every equation, the axes of its inputs and
+    those of its outputs, and returns the latter.
     """
     walk = _Walk(see)
     while True:  # a reference may be read before the turn of a loop that writes to it

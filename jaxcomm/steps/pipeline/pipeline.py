@@ -374,11 +374,7 @@ def at(array: jax.Array, index: Any) -> jax.Array:
 def run_ticks(tick: Callable[..., Any], carry: PyTree, active_at: Callable[[int], Any], count: int) -> Any:
     """Runs ticks in order; successive ticks with the same active stages become one loop.
 
-    Args:
-      tick: (carry, time, active stages, whether it is in a loop) -> carry.
-      carry: the carry before the first tick.
-      active_at: time -> active stages.
-      count: the number of ticks.
+    A tick is (carry, time, active stages, whether it is in a loop) -> carry, and `active_at` time -> active stages.
     """
     for active, times in itertools.groupby(range(count), active_at):
         first, *later_times = times

@@ -28,21 +28,11 @@ def verify_pipeline(
     axis_name: AxisName = "data",
     text: str | None = None,
 ) -> PipelineReport:
-    """Proves from the compiled text of a pipeline's step that it sends what `Pipeline.report` claims, and no more.
+    """Proves from the compiled text of a pipeline's step that it sends what `Pipeline.report` claims; returns that.
 
-    Args:
-      step: a function under `jax.jit` that holds the whole step.
-      state: its state, or the shapes of one.
-      batch: a global batch, or the shapes of one.
-      pipeline: the stages.
-      tx: the chain of the step.
-      mesh: its mesh.
-      other_bytes: bytes that a device may receive in addition to boundaries and exchange: losses, metrics, model state.
-      axis_name: the axis of workers.
-      text: the text of the compiled step, if it is at hand.
-
-    Returns:
-      The report of `Pipeline.report`.
+    The step is a function under `jax.jit` that holds the whole step, `text` its compiled text, if it is at hand. State
+    and batch may be shapes. A device may receive `other_bytes` in addition to boundaries and exchange: losses, metrics,
+    model state.
 
     Raises:
       ValueError: if a boundary's bytes differ from the claim, if stages that are not neighbours communicate, if XLA
