@@ -301,7 +301,8 @@ def split_chain(
     check_range("delay", 1, rule, not isinstance(state, DelayedState), "Leave it out")
     check_chain(tx, state, params)
     states = state if len(links) > 1 or isinstance(tx, Chain) else (state,)
-    if not any(is_exchange_state(node) for node in states):
+    place = next((i for i, node in enumerate(states) if is_exchange_state(node)), None)
+    if place is None:
         raise ValueError(
             "A chain that is split at its exchange must keep its links; got an optax.chain, which does not. Write "
             "jaxcomm.chain(jaxcomm.dct_dp(0.99), optax.adamw(3e-4)), which is the same otherwise."
@@ -311,7 +312,6 @@ def split_chain(
             "With PartitionSpecs, which say which gradients are already reduced, an exchange must have others= where "
             "it has where=; got where= alone. Leave where= out."
         )
-    place = next(i for i, node in enumerate(states) if is_exchange_state(node))
     is_local = exchange.method.period is not None
     outer = getattr(exchange.method, "outer", None)
     on_shards = [] if is_local else [(f"link {i}", link) for i, link in enumerate(links[:place])]

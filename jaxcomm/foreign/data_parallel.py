@@ -56,10 +56,10 @@ class DataParallel:
         self,
         step: Callable[..., Any],
         mesh: Mesh,
-        batch: Sequence[int | str],
+        batch: int | str | Sequence[int | str],
         batch_axis: PyTree,
         patterns: dict[str, str | None],
-        static: Sequence[int | str],
+        static: int | str | Sequence[int | str],
         rng: str | None,
         check_every: int | None,
         donate: bool,
@@ -68,13 +68,7 @@ class DataParallel:
         functools.update_wrapper(self, step)
         self.mesh, self._step, self._said, self._rng, self._every = mesh, step, patterns, rng, check_every
         self._names, self._batch_axis, self._donates = _parameters(step), batch_axis, donate
-        self._batch, self._static = (
-            frozenset(
-                self._argument(int(selector)) if isinstance(selector, int | np.integer) else selector
-                for selector in selectors
-            )
-            for selectors in (batch, static)
-        )
+        self._batch, self._static = self._selected(batch), self._selected(static)
         donated = 0 if donate else ()
         self._jitted = jax.jit(self._on_mesh, donate_argnums=donated, compiler_options=compiler_options)
         self._calls = 0
@@ -176,6 +170,11 @@ class DataParallel:
                 ) from None
             state[name] = Static(state[name], type(state[name]))
         return nnx.merge_states(state, nnx.graph_in(state)), {name: named_args[name] for name in sorted(self._batch)}
+
+    def _selected(self, selectors: int | str | Sequence[int | str]) -> frozenset[str]:
+        """Returns the names of arguments, of which one or several are given by position or name."""
+        several = [selectors] if isinstance(selectors, int | np.integer | str) else selectors
+        return frozenset(self._argument(int(x)) if isinstance(x, int | np.integer) else x for x in several)
 
     def _argument(self, place: int) -> str:
         """Returns the name of a positional argument."""
@@ -593,11 +592,8 @@ def data_parallel(
     """
     if check_every is not None:
         check_count("check_every", check_every, 1, "None never checks")
-    batch_args, fixed = (
-        [argument] if isinstance(argument, int | np.integer | str) else argument for argument in (batch, static)
-    )
     patterns = {"mean": mean, "sum": sum, "max": max, "rows": rows}
-    return DataParallel(step, mesh, batch_args, batch_axis, patterns, fixed, rng, check_every, donate, compiler_options)
+    return DataParallel(step, mesh, batch, batch_axis, patterns, static, rng, check_every, donate, compiler_options)
 
 
 # Transformations that decide by a worker's own gradients, and what to do in their place.
