@@ -82,11 +82,7 @@ class Scalars(NamedTuple):
         return value, {name: self.of_all(name, scalar, axis_name) for name, scalar in scalars.items()}
 
     def check_scaling(
-        self,
-        function: Callable[[list[Any]], Any],
-        rows: list[Any],
-        axis_name: AxisName,
-        gradients: Callable[[list[Any]], Any],
+        self, function: Callable[[list[Any], Params], Any], rows: list[Any], params: Params, axis_name: AxisName
     ) -> None:
         """Refuses a loss or a scalar whose mean over workers and micro-batches is not its value for all rows.
 
@@ -94,10 +90,11 @@ class Scalars(NamedTuple):
         `scalings`.
 
         Args:
-          function: of a worker's rows of a micro-batch; returns (loss, scalars, new model state), as the user's does.
+          function: of a worker's rows of a micro-batch, and of parameters; returns (loss, scalars, new model state), as
+            the user's does.
           rows: the arrays (rows, ...).
+          params: the parameters. A loss with a backward pass of its own is differentiated by them.
           axis_name: the axis of workers, or the axes.
-          gradients: of the same rows; the loss's gradients, for a loss with a backward pass of its own.
 
         Raises:
           ValueError: naming what is a sum or a maximum, and is not named as such; or a loss that is named as a sum and
@@ -108,7 +105,7 @@ class Scalars(NamedTuple):
         parts = self.micro_batches * workers
         if parts == 1 or not rows:
             return
-        numbers = scalings(function, rows, workers, names)
+        numbers = scalings(lambda rows: function(rows, params), rows, workers, names)
         if numbers is None:
             return
         named = {"loss": numbers[0], **numbers[1]}
@@ -160,6 +157,10 @@ class Scalars(NamedTuple):
         # Not of a state: the variance that a normalisation tracks is of each worker's rows by intention.
         unmarked = {"is_normalised": False} if leaves else {}
         warn("is_of_mean", ((name, number._replace(**unmarked)) for name, number in named.items()))
+
+        def gradients(rows: list[Any]) -> Any:
+            return jax.grad(lambda some: function(rows, with_untrained(some, params))[0])(trained(params))
+
         if loss.has_backward and not (loss.is_unknown or loss.is_of_mean):
             backward = jax.tree.leaves(scalings(gradients, rows, workers, names), is_leaf=_is_scaling)
             if self.micro_batches > 1:
@@ -260,17 +261,14 @@ def loss_of(
             leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
             tables = [place for place, (path, _) in enumerate(leaves) if leaf_name(path) in with_rows]
 
-            def of_rows(rows: list[Any], params: Params = params) -> Any:
+            def of_rows(rows: list[Any], params: Params) -> Any:
                 arrays = jax.tree.leaves(params)
                 for place, vectors in zip(tables, rows[len(batch.rows) :], strict=True):
                     arrays[place] = vectors
                 return parts(treedef.unflatten(arrays), model_state, replace(batch, rows=rows[: len(batch.rows)]))
 
-            def gradients(rows: list[Any]) -> Any:
-                return jax.grad(lambda some: of_rows(rows, with_untrained(some, params))[0])(trained(params))
-
             rows = [*batch.rows, *(leaves[place][1] for place in tables)]
-            kinds.check_scaling(of_rows, rows, axis_name, gradients)
+            kinds.check_scaling(of_rows, rows, params, axis_name)
             known.add(kind)
         return value, (scalars, new_state)
 

@@ -26,8 +26,6 @@ from jaxcomm.state import (
     mean_model_state,
     resize_workers,
     state_specs,
-    trained,
-    with_untrained,
 )
 from jaxcomm.steps.batch import Batch
 from jaxcomm.steps.engine import WorkerUpdate
@@ -61,13 +59,10 @@ def pipeline_step(
         leaves, treedef = jax.tree.flatten(batch.tree())
         ones = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), pipeline.params)
 
-        def whole_model(rows: list[jax.Array], params: list[PyTree] = ones) -> Any:
+        def whole_model(rows: list[jax.Array], params: list[PyTree]) -> Any:
             return _whole_model(pipeline, params, treedef.unflatten(rows))
 
-        def whole_gradients(rows: list[jax.Array]) -> PyTree:
-            return jax.grad(lambda some: whole_model(rows, with_untrained(some, ones))[0])(trained(ones))
-
-        settings.kinds.check_scaling(whole_model, leaves, settings.axis_name, whole_gradients)
+        settings.kinds.check_scaling(whole_model, leaves, ones, settings.axis_name)
         return gradients_fn(params, model_state, batch)
 
     return TrainStep(placement, StagedUpdate(placement, gradients), settings)
