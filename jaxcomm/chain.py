@@ -5,7 +5,7 @@ The rules for the order of its links are in `order`.
 
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -78,8 +78,8 @@ def chain(*links: optax.GradientTransformation, accumulate: int = 1, delay: int 
 
     Raises:
       ValueError: if `accumulate` is below 1, or `delay` is not 0 or 1; if both are used; if either is used with a local
-        method, which has steps of its own; for a delay where gradients bypass the exchange; in `init`, for an order
-        that is refused (see the guide); and in a step, for a delay with a link that takes the loss.
+        method, which has steps of its own, or where gradients bypass the exchange; in `init`, for an order that is
+        refused (see the guide); and in a step, for a delay with a link that takes the loss.
     """
     check_count("accumulate", accumulate, 1, "1 exchanges in every step")
     is_simple = accumulate == 1 or delay == 0
@@ -118,7 +118,7 @@ def warn(message: str) -> None:
 _BETWEEN = ("jaxcomm", "jax", "optax", "flax", "equinox", "functools", "contextlib")
 
 
-def _chained(links: list[optax.GradientTransformation]) -> optax.GradientTransformationExtraArgs:
+def _chained(links: Sequence[optax.GradientTransformation]) -> optax.GradientTransformationExtraArgs:
     """Returns `optax.chain`, but gives the links after the exchange the arguments of all workers."""
 
     def init(params: Params) -> PyTree:
@@ -183,6 +183,8 @@ def _accumulated(composed: optax.GradientTransformationExtraArgs, count: int) ->
         exchange = get_exchange(inner)
         rule = f"1 for {exchange.method.name}, which exchanges once in several steps by itself"
         check_range("accumulate", count, rule, exchange.method.period is None, "Pass it more steps")
+        rule = f"1 where gradients bypass {exchange.method.name}, and are applied in their own step"
+        check_range("accumulate", count, rule, not lets_bypass(exchange), "Pass accumulate= to make_train_step")
         zeros = jax.tree.map(lambda leaf: jnp.zeros((1, *jnp.shape(leaf)), wide_type(jnp.result_type(leaf))), params)
         step = jnp.zeros((), jnp.int32)
         rows = PerWorker(zeros, exchange.method.axes)
@@ -319,7 +321,7 @@ def split_chain(
     whole_tensors = [name for name, link in on_shards if (tried := try_link(link, params)) and tried.mixes]
     whole_tensors += clips_in(exchange)
     parts = (links[:place], links[place if is_local else 0 : place + 1], links[place + 1 :])
-    before, exchanging, after = (optax.chain(*part) if part else optax.identity() for part in parts)
+    before, exchanging, after = (_chained(part) if part else optax.identity() for part in parts)
 
     def update(updates: PyTree, state: PyTree, params: Params = None, **extra_args: Any) -> tuple[Any, Any]:
         updates, state = optax.with_extra_args_support(after).update(updates, state, params, **extra_args)

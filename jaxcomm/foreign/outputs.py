@@ -12,6 +12,7 @@ from jaxcomm.collectives import dense_mean
 from jaxcomm.foreign import nnx
 from jaxcomm.foreign.trees import kind_of
 from jaxcomm.foreign.walk import follows
+from jaxcomm.kernels.numerics import largest_by
 from jaxcomm.steps.replication import Axes
 
 
@@ -93,14 +94,11 @@ def combine(arrays: list[Any], increments: list[Any], hows: list[str], axes: tup
         x, new = x.astype(wide), new.astype(wide)
         return jax.lax.psum(new + (x - new) / workers, axes)
 
-    def largest(x: jax.Array) -> jax.Array:
-        return jax.lax.pmax(x.astype(jnp.int32) if x.dtype == jnp.bool_ else x, axes)
-
     def one(x: jax.Array, new: jax.Array, reduction: str) -> jax.Array:
         if reduction == "mean":
             return next(means)
         if reduction == "sum":
             return total(x, new).astype(x.dtype)
-        return largest(x).astype(x.dtype) if reduction == "max" else x
+        return largest_by(lambda words: jax.lax.pmax(words, axes), x) if reduction == "max" else x
 
     return [one(*item) for item in zip(arrays, increments, hows, strict=True)]

@@ -52,6 +52,21 @@ def magnitude_bits(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, jnp.uint32) & np.uint32(0x7FFFFFFF)
 
 
+def largest_by(reduce: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """Returns the largest number of any real type, NaN if there is one, by a maximum `reduce` of integers."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return reduce(x.astype(jnp.int32) if x.dtype == jnp.bool_ else x).astype(x.dtype)
+    wide = widened(x)
+    integer = jnp.dtype(f"int{8 * wide.dtype.itemsize}")
+
+    def in_order(words: jax.Array) -> jax.Array:
+        """Returns integers in the order of the numbers that have these bits, or the bits of such integers."""
+        return jnp.where(words < 0, words ^ jnp.iinfo(integer).max, words)
+
+    words = lax.bitcast_convert_type(jnp.where(jnp.isnan(wide), jnp.nan, wide), integer)  # a NaN above all
+    return lax.bitcast_convert_type(in_order(reduce(in_order(words))), wide.dtype).astype(x.dtype)
+
+
 def is_finite(vector: jax.Array) -> jax.Array:
     """Returns whether every number of a vector (n,) of any floating type is finite: () bool."""
     if vector.dtype.itemsize != 4:

@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +14,7 @@ from jax import lax
 
 from jaxcomm.collectives.axis import AxisName, axis_names, is_in_scope, to_varying, zeros_of
 from jaxcomm.exchange import leaf_name
-from jaxcomm.kernels.numerics import widened
+from jaxcomm.kernels.numerics import largest_by, widened
 from jaxcomm.state import is_averaged, trained, with_untrained
 from jaxcomm.steps.batch import Batch
 from jaxcomm.steps.reductions import KINDS, NOTES, flaw_of_extreme, flaw_of_sum, scalings, warn
@@ -51,14 +52,15 @@ class Scalars(NamedTuple):
 
     def of_own(self, rows: dict[str, jax.Array], workers: int) -> dict[str, jax.Array]:
         """Returns the sum, the maximum or the mean over some of K workers, of rows (n,) that `of_all` has made."""
-        by_kind = {"sum": lambda values: values.sum() / workers, "max": jnp.max, "mean": jnp.mean}
+        by_kind = {"sum": lambda values: values.sum() / workers, "max": partial(largest_by, jnp.max), "mean": jnp.mean}
         return {name: by_kind[self.of(name)](values) for name, values in rows.items()}
 
     def largest(self, scalars: dict[str, jax.Array], axis_name: AxisName) -> dict[str, jax.Array]:
         """Returns the scalars, with the largest of all workers in place of a worker's own maxima."""
         names = axis_names(axis_name)
+        pmax = partial(lax.pmax, axis_name=names)
         return {
-            name: lax.pmax(to_varying(value, names), names) if self.of(name) == "max" else value
+            name: largest_by(pmax, to_varying(value, names)) if self.of(name) == "max" else value
             for name, value in scalars.items()
         }
 

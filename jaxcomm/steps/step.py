@@ -67,6 +67,10 @@ class Placement(ABC):
         """Returns the model; see `TrainStep.params`."""
         return global_params(state)
 
+    def own_params(self, state: TrainState) -> Params:
+        """Returns the shapes of one worker's parameters: those of a stage, in a pipeline."""
+        return params_like(state)
+
     def model_state(self, state: TrainState) -> PyTree:
         """Returns the model's state; see `TrainStep.model_state`."""
         return mean_model_state(state.model_state)
@@ -242,7 +246,7 @@ class TrainStep:
           ValueError: for simulated workers.
         """
         self._check_mesh("reported", "jaxcomm.wire_report")
-        return step_report(self, state, batch, params=params_like(state), workers=self.workers)
+        return step_report(self, state, batch, params=self._placement.own_params(state), workers=self.workers)
 
     @on_step_mesh
     def verify(self, state: PyTree, batch: PyTree, *, other_bytes: int = 256, beside: Sequence[Traffic] = ()) -> Report:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import jax
@@ -36,7 +37,7 @@ from jaxcomm.steps.pipeline.pipeline import STAGE_AXIS, Pipeline, Schedule
 from jaxcomm.steps.pipeline.verify import verify_pipeline
 from jaxcomm.steps.replication import over_workers
 from jaxcomm.steps.settings import StepSettings
-from jaxcomm.steps.step import Report, TrainStep
+from jaxcomm.steps.step import Report, TrainStep, params_like
 from jaxcomm.steps.workers import Worker, WorkerPlacement, scalar_spec
 from jaxcomm.traffic import Traffic
 from jaxcomm.types import Params, PyTree, is_per_worker
@@ -164,6 +165,10 @@ class Staged(WorkerPlacement):
             return slots.unstack(state.params)
         models = (global_params(_at_stage(state, stage)) for stage in range(self.pipeline.size))
         return [slots.of_stage(stage, model) for stage, model in enumerate(models)]
+
+    def own_params(self, state: TrainState) -> Params:
+        """Returns the shapes of a stage's slots."""
+        return params_like(jax.eval_shape(partial(_at_stage, stage=0), state))
 
     def model_state(self, state: TrainState) -> list[Any]:
         """Returns the model state of every stage; with a local method, the mean over the workers."""

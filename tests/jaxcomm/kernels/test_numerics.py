@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
-from jaxcomm.kernels.numerics import digest
+from jaxcomm.kernels.numerics import digest, largest_by
 
 ARRAYS = {
     "float32": np.random.default_rng(0).standard_normal((7, 5, 3)).astype(np.float32),
@@ -35,6 +35,31 @@ def lowbias32(x):
 @pytest.mark.parametrize("name", ARRAYS)
 def test_digest(name):
     assert int(jax.jit(digest)(ARRAYS[name])) == reference(ARRAYS[name])
+
+
+def max_or_nan(rows):
+    return np.nan if np.isnan(rows).any() else rows.max()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64", "int8", "uint32", "bool"])
+@pytest.mark.parametrize(
+    "numbers", [(1, 3, 2), (-1, -3, -2), (-0.0, 0), (0, -0.0), (1, -np.inf), (1, np.nan), (-np.nan, -1), (np.inf, 7)]
+)
+def test_largest(numbers, dtype):
+    with jax.enable_x64(True):
+        kinds = jnp.dtype(dtype)
+        if not jnp.issubdtype(kinds, jnp.floating):
+            numbers = [abs(number) for number in numbers if np.isfinite(number)]
+        rows = np.array(numbers).astype(kinds)
+        mesh = jc.make_mesh(data=len(rows))
+
+        def pmax(row):
+            return largest_by(lambda words: jax.lax.pmax(words, "data"), row)
+
+        pmax = jax.shard_map(pmax, mesh=mesh, in_specs=P("data"), out_specs=P())
+        for result in (jax.jit(pmax)(rows)[0], jax.jit(lambda rows: largest_by(jnp.max, rows))(rows)):
+            assert result.dtype == kinds
+            np.testing.assert_array_equal(np.asarray(result).astype(float), max_or_nan(rows.astype(float)))
 
 
 def test_every_bit_counts():

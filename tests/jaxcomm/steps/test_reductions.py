@@ -621,6 +621,23 @@ def test_metrics_of_a_loss():
     assert {name: float(metrics[name]) for name in expected} == pytest.approx(jax.tree.map(float, expected))
 
 
+def test_a_largest_that_is_no_number():
+    """The NaN of one worker's maximum arrives, though it does not reach the gradient."""
+
+    def loss(params, batch):
+        return squares(params, batch).mean(), {"worst": batch["z"].max()}
+
+    batch = BATCH | {"z": np.repeat(np.array([1, np.nan, 3, 2], np.float32), 4)}
+    for step in steps_of(loss, has_aux=True, max="worst").values():
+        made = step()
+        metrics = made(made.init(PARAMS), batch)[1]
+        assert np.isnan(metrics["worst"])
+        assert metrics["skipped"] == 0
+    train_step, state = foreign(loss, has_metrics=True)
+    _, (_, metrics) = jc.data_parallel(train_step, jc.make_mesh(data=K), max="worst")(state, batch)
+    assert np.isnan(metrics["worst"])
+
+
 @pytest.mark.parametrize("reduction", ["sum", "max"])
 def test_model_states(reduction):
     """A codebook's counts, a history of maxima: of all workers' rows, by a collective in the loss."""

@@ -174,6 +174,23 @@ def test_line_search(name, search):
     assert_same_params(name, state, reference[0])
 
 
+@pytest.mark.parametrize("is_local", [False, True])
+def test_links_without_arguments(is_local):
+    """A link that only claims to take the loss does what it does without a claim."""
+    batch, results, sgd = next(sharded.batches(1)), [], optax.sgd(0.1)
+
+    def sloppy(updates, state, params=None):
+        return sgd.update(updates, state, params)
+
+    for link in (optax.GradientTransformationExtraArgs(sgd.init, sloppy), sgd):
+        links = (link, jc.local_sgd(2, exchange=jc.plump_dp())) if is_local else (jc.plump_dp(), link)
+        mesh = jc.make_mesh(data=2, model=2)
+        step = jc.make_train_step(sharded.whole, jc.chain(*links), mesh, specs=sharded.OVER_MODEL, auto=("model",))
+        state, _ = step(step.init(sharded.params()), batch)
+        results.append(jax.device_get(step.params(state)))
+    jax.tree.map(np.testing.assert_array_equal, *results)
+
+
 def test_donation():
     """Even if they are on the mesh already, like the state's."""
     tx, mesh, specs = jc.chain(jc.plump_dp(), SGD), jc.make_mesh(data=4), sharded.OVER_WORKERS

@@ -507,6 +507,21 @@ def test_a_state_of_another_step(name):
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(result), jax.device_get(right))
 
 
+@pytest.mark.parametrize("name", ["plump_dp", "local_sgd"])
+def test_a_report_is_of_a_stage(name):
+    """A dense exchange of what a device holds is the measure of what it receives, whether its rows are workers'."""
+    tx = {
+        "plump_dp": jc.chain(jc.plump_dp(), optax.sgd(0.1)),
+        "local_sgd": jc.chain(optax.sgd(0.1), jc.local_sgd(1, exchange=jc.plump_dp())),
+    }[name]
+    run = make_run(tx, alike(), loss_of, data=4, stage=2)
+    report = run.step.report(run.start, run.batch)
+    stage = WIDTH * WIDTH + WIDTH
+    assert report.parameters == stage
+    assert report.dense == 2 * 3 / 4 * 4 * stage
+    assert 1 <= report.received / report.dense < 1.5  # with the boundary, and a loss
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_sums_and_counts(schedule):
     def loss(x, batch):
