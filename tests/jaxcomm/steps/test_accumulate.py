@@ -188,7 +188,7 @@ def test_bytes_of_a_chain():
 
 def test_chains_that_cannot_accumulate():
     bypass = jc.chain(jc.topk(0.5, where="a"), optax.sgd(0.1), accumulate=2)
-    with pytest.raises(ValueError, match="accumulate must be 1 where gradients bypass topk.*to make_train_step"):
+    with pytest.raises(ValueError, match=r"accumulate must be 1 where gradients bypass topk.*to make_train_step"):
         bypass.init({"a": jnp.ones(3), "b": jnp.ones(3)})
     local = jc.chain(optax.sgd(0.1), jc.local_sgd(2, exchange=jc.plump_dp()), accumulate=2)
     with pytest.raises(ValueError, match=r"accumulate must be 1 for local_sgd, .* got 2. Pass it more steps"):
