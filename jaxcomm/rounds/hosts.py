@@ -11,6 +11,8 @@ from jaxcomm.rounds.clock import T, Waiting
 from jaxcomm.rounds.log import Decided, News
 from jaxcomm.rounds.records import Manifest
 
+PIECE = 1 << 28  # bytes of a broadcast at most: in 2^31 and more, elements are not counted in 32 bits
+
 
 class Hosts:
     """All processes of `jax.distributed`; without it, one, which has nobody to tell."""
@@ -34,12 +36,17 @@ class Hosts:
         """Returns the bytes of the first process."""
         if self.count == 1:
             return list(parts)
-        whole = b"".join(parts) if self.is_first else b""
-        sizes = np.zeros(self.flag(len(parts)), np.int32)
-        sizes = multihost_utils.broadcast_one_to_all(np.array([*map(len, parts)], np.int32) if self.is_first else sizes)
-        ends = np.cumsum(sizes)
-        buffer = np.frombuffer(whole, np.uint8) if self.is_first else np.zeros(int(sum(sizes)), np.uint8)
-        whole = np.asarray(multihost_utils.broadcast_one_to_all(buffer)).tobytes()
+        count = self.flag(len(parts))
+        sizes = np.array([*map(len, parts)] if self.is_first else [0] * count, np.int64)
+        # As words: without jax_enable_x64, JAX makes 32 bits of 64.
+        sizes = np.asarray(multihost_utils.broadcast_one_to_all(sizes.view(np.uint32))).view(np.int64)
+        ends, given, pieces = np.cumsum(sizes), b"".join(parts), []
+        total = int(sizes.sum())
+        for at in range(0, total, PIECE):
+            size = min(PIECE, total - at)
+            piece = np.frombuffer(given, np.uint8, size, at) if self.is_first else np.zeros(size, np.uint8)
+            pieces.append(np.asarray(multihost_utils.broadcast_one_to_all(piece)).tobytes())
+        whole = b"".join(pieces)
         return [whole[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
     def news(self, news: News | None) -> News:
