@@ -286,7 +286,7 @@ def check(experiment: Experiment, num_processes: int) -> None:
         )
 
 
-def check_given(experiment: Experiment, default: Experiment) -> None:
+def check_options(experiment: Experiment, default: Experiment) -> None:
     """Refuses what a user gave to a run in rounds, which would ignore it: a worker evaluates once, at its end.
 
     Args:
@@ -297,11 +297,11 @@ def check_given(experiment: Experiment, default: Experiment) -> None:
       ValueError: with the rule, the options and the remedy.
     """
     names = ("eval_every", "checkpoint_every", "connect_timeout", "peer_timeout")
-    given = {name: value for name in names if (value := getattr(experiment, name)) != getattr(default, name)}
-    if given and experiment.rounds is not None:
+    options = {name: value for name in names if (value := getattr(experiment, name)) != getattr(default, name)}
+    if options and experiment.rounds is not None:
         raise ValueError(
             "--rounds must go without options of checkpoints, processes and evaluations, of which a worker has one, at "
-            f"its end; got {shown(given)}. Leave these out."
+            f"its end; got {shown(options)}. Leave these out."
         )
 
 

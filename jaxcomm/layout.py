@@ -318,8 +318,8 @@ def _plan_stages(
 ) -> Stages | None:
     """Plans what the stages differ in, from the paths and sizes of the slots; None if they do not."""
     sizes_of_path, axis_name = _STACKED.get()
-    found = [(sizes_of_path.get(jax.tree_util.keystr(path), ()), size) for path, size in slots]
-    tensors = [stage_sizes if max(stage_sizes, default=None) == size else () for stage_sizes, size in found]
+    candidates = [(sizes_of_path.get(jax.tree_util.keystr(path), ()), size) for path, size in slots]
+    tensors = [stage_sizes if max(stage_sizes, default=None) == size else () for stage_sizes, size in candidates]
     count = max(map(len, tensors), default=0)
     tensors = [stage_sizes or (size,) * count for stage_sizes, (_, size) in zip(tensors, slots, strict=True)]
     if all(len(set(stage_sizes)) < 2 for stage_sizes in tensors):

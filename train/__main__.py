@@ -21,7 +21,7 @@ import jax
 import tyro
 
 from configs import CONFIGS, take_config
-from configs.experiment import BoundaryFields, Experiment, check, check_given, with_fewer
+from configs.experiment import BoundaryFields, Experiment, check, check_options, with_fewer
 from configs.methods import Method, PlumpDp
 from train.goodput import Goodput
 from train.processes import Processes, connect, is_addressed, prepare_jax
@@ -115,7 +115,7 @@ def parse(argv: Sequence[str]) -> Experiment:
     A method's subcommand may also have the library's name: "method:topk" is "method:top-k".
 
     Raises:
-      ValueError: if there is no experiment of that name; see `configs.experiment.check_given`.
+      ValueError: if there is no experiment of that name; see `configs.experiment.check_options`.
     """
     default, args = take_config(argv)
     subcommands = {
@@ -130,7 +130,7 @@ def parse(argv: Sequence[str]) -> Experiment:
         prog=f"python -m train {name}",
         description=f"Experiments: {', '.join(CONFIGS)}. The defaults below are those of {name!r}.",
     )
-    check_given(experiment, default)
+    check_options(experiment, default)
     return experiment
 
 

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -99,6 +100,6 @@ def combine(arrays: list[Any], increments: list[Any], hows: list[str], axes: tup
             return next(means)
         if reduction == "sum":
             return total(x, new).astype(x.dtype)
-        return largest_by(lambda words: jax.lax.pmax(words, axes), x) if reduction == "max" else x
+        return largest_by(partial(jax.lax.pmax, axis_name=axes), x) if reduction == "max" else x
 
     return [one(*item) for item in zip(arrays, increments, hows, strict=True)]

@@ -40,11 +40,11 @@ class Hosts:
         sizes = np.array([*map(len, parts)] if self.is_first else [0] * count, np.int64)
         # As words: without jax_enable_x64, JAX makes 32 bits of 64.
         sizes = np.asarray(multihost_utils.broadcast_one_to_all(sizes.view(np.uint32))).view(np.int64)
-        ends, given, pieces = np.cumsum(sizes), b"".join(parts), []
+        ends, message, pieces = np.cumsum(sizes), b"".join(parts), []
         total = int(sizes.sum())
         for at in range(0, total, PIECE):
             size = min(PIECE, total - at)
-            piece = np.frombuffer(given, np.uint8, size, at) if self.is_first else np.zeros(size, np.uint8)
+            piece = np.frombuffer(message, np.uint8, size, at) if self.is_first else np.zeros(size, np.uint8)
             pieces.append(np.asarray(multihost_utils.broadcast_one_to_all(piece)).tobytes())
         whole = b"".join(pieces)
         return [whole[end - size : end] for size, end in zip(sizes, ends, strict=True)]

@@ -40,14 +40,14 @@ def select_topk(vector: Vector, layout: Layout, k: jax.Array | None = None) -> S
 
 
 def _select_searched(vector: Vector, layout: Layout, k: jax.Array) -> Selected:
-    found, bracket = find_largest(vector, layout, k)
+    smallest, bracket = find_largest(vector, layout, k)
 
     def among_all(smallest: jax.Array) -> jax.Array:
         return _largest(vector.sum(), smallest, layout, k)
 
     if bracket is None:
-        return Selected(among_all(found), ~jnp.any(bits.pack(vector.broken()) != 0))
-    is_selected = bits.unpack(_largest(bracket.candidates, found, bracket.layout, k - bracket.n_above))
+        return Selected(among_all(smallest), ~jnp.any(bits.pack(vector.broken()) != 0))
+    is_selected = bits.unpack(_largest(bracket.candidates, smallest, bracket.layout, k - bracket.n_above))
     words = bracket.mark(is_selected)
     words = lax.cond(bracket.holds, lambda: words, lambda: among_all(search_all(vector, layout, k)))
     return Selected(words, bracket.ok)
@@ -68,17 +68,17 @@ def select_with_ties(vector: Vector, layout: Layout, k: jax.Array) -> tuple[Sele
       (selected, threshold): the mask, and the k-th largest magnitude of every segment, (S,) float32, 0 if k is beyond
       its size.
     """
-    found, bracket = find_largest(vector, layout, k)
+    smallest, bracket = find_largest(vector, layout, k)
 
     def among_all(smallest: jax.Array) -> tuple[Selected, jax.Array]:
         threshold = lax.bitcast_convert_type(smallest, jnp.float32)
         return select_threshold(vector, threshold, layout), threshold
 
     if bracket is None:
-        return among_all(found)
+        return among_all(smallest)
 
     def among_candidates() -> tuple[Selected, jax.Array]:
-        threshold = lax.bitcast_convert_type(found, jnp.float32)
+        threshold = lax.bitcast_convert_type(smallest, jnp.float32)
         selected = select_threshold(Stored(bracket.candidates), threshold, bracket.layout)
         return Selected(bracket.mark(bits.unpack(selected.words)), bracket.ok), threshold
 

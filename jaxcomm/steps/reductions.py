@@ -167,9 +167,9 @@ class StepScaling(NamedTuple):
         if workers == 1 or not any(has_rows):
             return cls([], [], workers)
         leaves, treedef = jax.tree.flatten(arrays)
-        given = zip(leaves, jax.tree.leaves(specs), has_rows, strict=True)
+        arguments = zip(leaves, jax.tree.leaves(specs), has_rows, strict=True)
         # Along one row it may have other operations.
-        has_one = any(has and jnp.shape(leaf)[len(spec) - 1] == workers for leaf, spec, has in given)
+        has_one = any(has and jnp.shape(leaf)[len(spec) - 1] == workers for leaf, spec, has in arguments)
         mesh = abstract_mesh(dict.fromkeys(axes, 1))
         # Only traced, and untracked as the step itself is.
         on_one = jax.shard_map(step, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
