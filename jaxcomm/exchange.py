@@ -25,10 +25,11 @@ from jax.tree_util import KeyPath
 from jaxcomm.checks import Rule, check_range, check_transformation, count, one_of, rules_of
 from jaxcomm.collectives.axis import AxisName, axis_names, axis_size, check_per_worker, is_tracked, to_varying, varies
 from jaxcomm.collectives.dense import dense_mean
+from jaxcomm.collectives.messages import sum_of_few
 from jaxcomm.collectives.sparse import Accumulated
 from jaxcomm.kernels import noise
 from jaxcomm.kernels.numerics import is_finite_tree, promotes
-from jaxcomm.layout import BLOCK, MAX_ELEMENTS, Layout
+from jaxcomm.layout import BLOCK, MAX_ELEMENTS, Layout, stage_axis
 from jaxcomm.serialization import has_lost_types, register_with_flax
 from jaxcomm.types import (
     AccumulatedState,
@@ -181,6 +182,15 @@ class Packed(NamedTuple):
 def zeros_unless(ok: jax.Array, tree: PyTree) -> PyTree:
     """Replaces all leaves by zeros unless `ok` holds."""
     return jax.tree.map(lambda leaf: _select(ok, leaf, jnp.zeros_like(leaf)), tree)
+
+
+def on_all_stages(ok: jax.Array) -> jax.Array:
+    """Returns whether something holds on every stage of a pipeline, () bool; without stages, whether it holds here.
+
+    A stage receives 4 bytes of each other stage.
+    """
+    axis_name = stage_axis()
+    return ok if axis_name is None else sum_of_few((~ok).astype(jnp.int32), axis_name) == 0
 
 
 def keep_unless(ok: jax.Array, new: PyTree, old: PyTree) -> PyTree:
@@ -507,11 +517,11 @@ class Exchange:
         with jax.named_scope(SCOPE):
             if state.worker is None:
                 # True, but XLA does not know. Else it would send nothing where no loss reads the parameters.
-                return self._update(updates, state, params, state.step >= 0)
+                return self._on_stages(*self._update(updates, state, params, state.step >= 0), state)
             position, row = lax.axis_index(self.axes), own_row(state.worker, 1)
             index, k = worker_of(row[0, 0])
             is_own = (row[0, 0] < 0) | ((index == position) & ((k == workers) | (k == 0)))
-            updates, state = self._update(updates, state, params, is_own)
+            updates, state = self._on_stages(*self._update(updates, state, params, is_own), state)
             numbered = position + (workers << _INDEX_BITS if workers < 1 << (31 - _INDEX_BITS) else 0)
             return updates, state.replace(worker=self.per_worker(jnp.where(row < 0, numbered, row)))
 
@@ -547,6 +557,15 @@ class Exchange:
             )
             state = state.replace(metrics=metrics, others=keep_unless(ok, second_state, state.others))
         return join_trees(inside, outside), state
+
+    def _on_stages(self, means: PyTree, new: ExchangeState, old: ExchangeState) -> tuple[Any, ExchangeState]:
+        """Returns the results of a pipeline's stage: if another stage has skipped its exchange, this one has, too."""
+        if stage_axis() is None or self.period is not None:
+            return means, new
+        ok = on_all_stages(new.metrics.skipped == 0)
+        reverted = keep_unless(ok | (new.metrics.skipped > 0), new, old)
+        metrics = keep_unless(ok, new.metrics, ExchangeMetrics.of(ok, sent=0))
+        return zeros_unless(ok, means), reverted.replace(step=new.step, metrics=metrics)
 
     def update_chosen(self, updates: PyTree, state: ExchangeState, params: Params) -> tuple[Any, ExchangeState]:
         """Does `update` for the leaves that `where` chooses."""

@@ -49,6 +49,11 @@ def stacked(sizes: Mapping[str, tuple[int, ...]], axis_name: str | None) -> Iter
         _STACKED.reset(token)
 
 
+def stage_axis() -> str | None:
+    """Returns the axis of a pipeline's stages where it is bound; None outside of a pipeline's step."""
+    return _STACKED.get()[1]
+
+
 def in_blocks(vector: jax.Array) -> jax.Array:
     """Cuts a vector (n,) into its blocks: (n/1024, 8, 128), as a TPU stores them."""
     return vector.reshape(-1, BLOCK // LANES, LANES)

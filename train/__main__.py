@@ -25,7 +25,7 @@ from configs.experiment import BoundaryFields, Experiment, check, check_options,
 from configs.methods import Method, PlumpDp
 from train.goodput import Goodput
 from train.processes import Processes, connect, is_addressed, prepare_jax
-from train.restarts import LONG_PAUSE, is_supervised, note_begun, previous_run_folder, supervise
+from train.restarts import LONG_PAUSE, end_with_supervisor, is_supervised, note_begun, previous_run_folder, supervise
 
 if TYPE_CHECKING:
     import jaxcomm as jc
@@ -52,6 +52,7 @@ def main(argv: Sequence[str]) -> int:
         if experiment.restarts > 0 and not is_supervised():
             pause = None if is_addressed(experiment.coordinator) else LONG_PAUSE
             return supervise(argv, experiment.restarts, pause=pause)
+        end_with_supervisor()
         experiment, processes = come_together(experiment)
         devices = (experiment.devices if experiment.rounds is None else experiment.fsdp) // processes.count
         prepare_jax(None if processes.has_devices else devices)

@@ -5,6 +5,7 @@ coordinator.
 """
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -25,11 +26,18 @@ PAUSE = 1.0  # seconds before a restart
 # If JAX asks the cluster who is there: the other processes need time to end, as JAX aborts those that are still up when
 # one comes back.
 LONG_PAUSE = 10.0
+_PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
 
 def is_supervised() -> bool:
     """Returns whether this process was started by `supervise`."""
     return BEGUN in os.environ
+
+
+def end_with_supervisor() -> None:
+    """Has Linux send SIGTERM to this process when its supervisor ends, so that a killed one leaves no trainer."""
+    if is_supervised() and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def previous_run_folder() -> Path | None:

@@ -25,6 +25,7 @@ from jaxcomm.exchange import (
     keep_unless,
     leaf_name,
     of_part,
+    on_all_stages,
     transformation,
     without_frozen,
     zeros_unless,
@@ -210,15 +211,18 @@ class LocalSgd(LocalExchange):
     def update_chosen(self, updates: PyTree, state: ExchangeState, params: Params) -> tuple[Any, ExchangeState]:
         self.check_params(params)
         extra_axes, old = other_axes(jax.tree.leaves(updates)[0], self.axis_name), state.memory
+        ok = on_all_stages(is_applicable_tree(updates))
         if self.streams:
-            return self._stream(updates, state, params, extra_axes)
+            return self._stream(updates, ok, state, params, extra_axes)
 
         def stay() -> tuple[Any, ExchangeState]:
-            finite_updates = zeros_unless(is_applicable_tree(updates), updates)
-            return finite_updates, vary_rows(state.replace(metrics=ExchangeMetrics.zeros()), extra_axes)
+            return zeros_unless(ok, updates), vary_rows(state.replace(metrics=ExchangeMetrics.zeros()), extra_axes)
 
         def communicate() -> tuple[Any, ExchangeState]:
-            gradient = jax.tree.map(lambda a, p, u: a - (widened(p) + widened(u)), old.anchor, params, updates)
+            def outer_gradient(a: jax.Array, p: jax.Array, u: jax.Array) -> jax.Array:
+                return jnp.where(ok, a - (widened(p) + widened(u)), jnp.nan)
+
+            gradient = jax.tree.map(outer_gradient, old.anchor, params, updates)
             memory, metrics = self._outer_step(gradient, old)
 
             def to_anchor(a: jax.Array, p: jax.Array) -> jax.Array:
@@ -245,11 +249,10 @@ class LocalSgd(LocalExchange):
         return Anchored(anchor, inner, keep_unless(ok, outer, old.outer)), metrics
 
     def _stream(
-        self, updates: PyTree, state: ExchangeState, params: Params, extra_axes: tuple[str, ...]
+        self, updates: PyTree, ok: jax.Array, state: ExchangeState, params: Params, extra_axes: tuple[str, ...]
     ) -> tuple[Any, ExchangeState]:
         """Does `update_chosen` for fragments. No parameter depends on an exchange before its merge."""
         step, old = state.step + 1, state.memory
-        ok = is_applicable_tree(updates)
         local_updates = zeros_unless(ok, updates)
 
         def exchange(turn: int) -> Any:

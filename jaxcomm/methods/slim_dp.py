@@ -15,7 +15,7 @@ from jaxcomm.checks import Seed, check_range, count, number, one_of, positive
 from jaxcomm.collectives import axis_size
 from jaxcomm.collectives.axis import other_axes, to_varying
 from jaxcomm.collectives.messages import all_gather_same, all_to_all, sum_of
-from jaxcomm.exchange import ExchangeState, own_row, transformation, zeros_unless
+from jaxcomm.exchange import ExchangeState, on_all_stages, own_row, transformation, zeros_unless
 from jaxcomm.kernels import bits, noise
 from jaxcomm.kernels.numerics import is_applicable_tree
 from jaxcomm.kernels.scopes import EXCHANGE
@@ -213,7 +213,7 @@ class SlimDp(LocalExchange):
             # The sum is not finite if any delta is not, or if the sum over the workers might overflow.
             with jax.named_scope(EXCHANGE):
                 sums = sum_of(jnp.append(delta[core], jnp.sum(jnp.abs(delta))), axis_name)
-            ok = jnp.isfinite(jnp.sum(jnp.abs(sums)))
+            ok = on_all_stages(jnp.isfinite(jnp.sum(jnp.abs(sums))))
             explored = old.order[size + queries]  # (K, e), coordinates
             core_values = old.core + rate * jnp.where(ok, sums[:-1], 0.0)
             new_server, pulled = server, jnp.zeros((workers, 0), jnp.float32)
@@ -246,7 +246,7 @@ class SlimDp(LocalExchange):
             gathered = all_gather_same(part_values, axis_name)  # (K, part_size)
             parts = [gathered[j, : part_of(n_outside, workers, j)[1]] for j in range(workers)]
             ordered = jnp.concatenate([core_values, *parts])  # the new global model, replicated
-            ok = jnp.isfinite(sums).all() & jnp.isfinite(ordered).all()
+            ok = on_all_stages(jnp.isfinite(sums).all() & jnp.isfinite(ordered).all())
             model = jnp.zeros(n, jnp.float32).at[old.order].set(ordered, unique_indices=True)
             gradient = jnp.abs(sums / workers)
             mean_w, mean_g = jnp.mean(jnp.abs(model)), jnp.mean(gradient)
@@ -277,7 +277,7 @@ class SlimDp(LocalExchange):
             return *result, new_state.replace(memory=new_state.memory._replace(round=old.round + 1))
 
         def stay() -> tuple[jax.Array, jax.Array, ExchangeState]:
-            ok = is_applicable_tree(own_update) & jnp.isfinite(delta).all()
+            ok = on_all_stages(is_applicable_tree(own_update) & jnp.isfinite(delta).all())
             delta_row = jnp.where(ok, delta, old_delta[0])[None]
             memory = old._replace(delta=self.per_worker(delta_row))
             return settle(own_update, ok, state.replace(metrics=ExchangeMetrics.zeros(), memory=memory))

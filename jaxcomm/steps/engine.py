@@ -14,7 +14,7 @@ from jaxcomm.accounting.jaxpr import traced_program
 from jaxcomm.accounting.report import verify
 from jaxcomm.collectives import dense_mean
 from jaxcomm.collectives.axis import AxisName, axis_names, to_varying
-from jaxcomm.exchange import get_exchange, keep_unless, without_frozen
+from jaxcomm.exchange import get_exchange, keep_unless, on_all_stages, without_frozen
 from jaxcomm.kernels.numerics import is_applicable_tree, is_finite_tree, widened
 from jaxcomm.order import check_descent
 from jaxcomm.state import (
@@ -127,7 +127,7 @@ def worker_step(
     params = vary_exchanged(old.params, old.opt_state, axis_name)
     (loss, (scalars, model_state)), gradients = gradients_fn(params, old.model_state, batch)
     check_new_state(model_state, old.model_state, takes_counts=not is_local)
-    own_ok = is_applicable_tree(gradients) if is_local else jnp.asarray(True)  # local workers decide on their own
+    own_ok = on_all_stages(is_applicable_tree(gradients)) if is_local else jnp.asarray(True)  # each worker decides
     own_state = keep_unless(own_ok, model_state, old.model_state) if is_local else model_state
     is_delayed, reported = has_delay(old.opt_state), ({"loss": loss, **scalars}, own_state)
     averaged, mean_state = reported if is_delayed or is_alone else mean_over_workers(*reported, axis_name, kinds)

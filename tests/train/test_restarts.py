@@ -6,10 +6,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 import pytest
 
 from benchmarks.netlab import Lab
+from tests.tpu_scripts.world import wait_for
 from tests.train.test_processes import FEW, METHOD, environment, metrics
 from train.restarts import BEGUN, is_supervised, note_begun, previous_run_folder, supervise
 
@@ -104,6 +106,19 @@ def test_no_supervisor(monkeypatch, tmp_path):
         assert (is_supervised(), previous_run_folder()) == (True, None)
         note_begun(tmp_path / "runs")
         assert previous_run_folder() == tmp_path / "runs"
+
+
+@pytest.mark.slow
+def test_a_killed_supervisor(tmp_path):
+    argv = [*FEW, "--steps", "1000000", "--no-baseline", "--out", str(tmp_path), "--restarts", "2", *METHOD]
+    folder = tmp_path / "digits" / "dct_dp"
+    with subprocess.Popen([sys.executable, "-m", "train", *argv], env=environment()) as supervisor:
+        wait_for((folder / "metrics.jsonl").exists, 60)
+        (trainer,) = Path(f"/proc/{supervisor.pid}/task/{supervisor.pid}/children").read_text().split()
+        supervisor.kill()
+    status = Path(f"/proc/{trainer}/stat")
+    wait_for(lambda: not status.exists() or status.read_text().split()[2] == "Z")
+    assert any((folder / "checkpoints").iterdir())  # it has saved
 
 
 @pytest.mark.slow

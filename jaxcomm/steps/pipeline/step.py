@@ -17,7 +17,6 @@ from jaxcomm.chain import warn
 from jaxcomm.collectives.axis import AxisName, axis_names, on_step_mesh
 from jaxcomm.collectives.messages import sum_of_few
 from jaxcomm.exchange import get_exchange
-from jaxcomm.kernels.numerics import is_finite_tree
 from jaxcomm.order import check_slots, check_stages
 from jaxcomm.state import (
     TrainState,
@@ -110,8 +109,7 @@ class Staged(WorkerPlacement):
 
         # Only the last stage has the loss, so a chain that takes it (reduce_on_plateau, a line search) must fail.
         def update(updates: PyTree, state: PyTree, params: Params) -> tuple[Any, Any]:
-            with self.pipeline.exchanging(on_stages=True):
-                return self.tx.update(updates, state, params)
+            return self.tx.update(updates, state, params)
 
         return optax.GradientTransformation(init, cast(Any, update))
 
@@ -185,7 +183,8 @@ class Staged(WorkerPlacement):
 
         def device_step(state: TrainState, batch: Batch) -> tuple[TrainState, Any]:
             seeded = replace(batch, key=state.step)  # of random boundaries
-            new, metrics = worker(_at_stage(state, 0), seeded)
+            with self.pipeline.exchanging(on_stages=True):
+                new, metrics = worker(_at_stage(state, 0), seeded)
             return _of_mesh(new), _over_stages(metrics)
 
         specs = self.specs_of(state)
@@ -224,7 +223,7 @@ def _gradients_of(pipeline: Pipeline, axis_name: AxisName) -> GradientsFn:
     def gradients(params: list[jax.Array], model_state: dict[str, Any], batch: Batch) -> PyTree:
         schedule = run(pipeline, axis_name, batch.tree(), seed=batch.key)
         totals, gradients = schedule.gradients(params, model_state["stages"])
-        return (totals.loss, (totals.scalars, {"stages": totals.model_state})), _broken_together(gradients)
+        return (totals.loss, (totals.scalars, {"stages": totals.model_state})), gradients
 
     return gradients
 
@@ -243,12 +242,6 @@ def _at_stage(state: TrainState, stage: int) -> TrainState:
 def _of_mesh(state: TrainState) -> TrainState:
     """Adds the dimension of stages; the inverse of `_at_stage`."""
     return _of_stage(state, lambda leaf: leaf[None])
-
-
-def _broken_together(gradients: PyTree) -> Any:
-    """Makes all gradients of a worker NaN if those of one stage are not finite, so that all stages skip."""
-    broken = sum_of_few((~is_finite_tree(gradients)).astype(jnp.int32), STAGE_AXIS) > 0
-    return jax.tree.map(lambda leaf: jnp.where(broken, jnp.full_like(leaf, jnp.nan), leaf), gradients)
 
 
 def _over_stages(metrics: Any) -> Any:

@@ -342,6 +342,37 @@ def test_one_bad_gradient_skips_all(at, worker, bad):
         assert np.all(np.any(np.asarray(leaf) != np.asarray(old), axis=tuple(range(1, leaf.ndim))))
 
 
+# What one stage alone refuses of finite gradients, and the size of its gradients.
+TOO_LARGE = {
+    "the sum over the workers": (jc.chain(jc.plump_dp(), SGD), 2.0**126),
+    "a residual": (jc.chain(jc.topk(0.5, dense_below=0), SGD), 2.0**110),
+    "a matrix": (jc.chain(jc.powersgd(1, dense_below=0), SGD), 2.0**126),
+    "an accumulated one": (jc.chain(jc.topk(0.5, dense_below=0), SGD, accumulate=2), 2.0**110),
+    "a local one": (jc.chain(SGD, jc.local_sgd(1, exchange=jc.plump_dp())), 2.0**97),
+    "a local update": (jc.chain(optax.sgd(2.0**20), jc.local_sgd(2, exchange=jc.plump_dp())), 2.0**80),
+    "a fragment": (jc.chain(SGD, jc.local_sgd(2, exchange=jc.plump_dp(), fragments=2, mix=0.5)), 2.0**97),
+    "a set": (jc.chain(SGD, jc.slim_dp(p=1, q=2)), 2.0**126),
+}
+
+
+@pytest.mark.parametrize("name", slow_except(list(TOO_LARGE), "a residual", "a local one"))
+def test_gradients_too_large_in_one_stage(name):
+    """All stages stay as they were. The inputs are as large as the first stage's gradients, its outputs about one."""
+    tx, size = TOO_LARGE[name]
+    stages = [lambda params, x, batch: batch["x"] * params["w"] + params["v"], lambda params, x, batch: x * params["w"]]
+    params = [{key: np.full((4, 4), value, np.float32) for key in "wv"} for value in (1 / size, 1.0)]
+    pipeline = jc.Pipeline(stages, lambda x, batch: (2 * jnp.mean(jnp.sum(x, (1, 2))), {}), params)
+    step = jc.make_train_step(pipeline, tx, jc.make_mesh(data=2, stage=2))
+    state = step.init(params)
+    for _ in range(2):
+        state, metrics = step(state, {"x": np.full((2, 4, 4), size, np.float32)})
+    assert float(metrics["loss"]) == 32
+    jax.tree.map(np.testing.assert_array_equal, step.params(state), params)
+    rows = [leaf for leaf in jax.tree.leaves(as_numpy(state.params)) if leaf.ndim == 4]  # of local workers
+    for leaf in rows:
+        np.testing.assert_array_equal(leaf[:, 0], leaf[:, 1])
+
+
 def test_a_bad_loss_skips_all():
     run, (batch,) = whole_run(), batches(1)
     y = batch["y"].copy()
