@@ -55,6 +55,13 @@ class Traffic:
         }[self.op]
         return factor * self.operand_bytes * self.times
 
+    @property
+    def longest(self) -> float:
+        """Bytes that the worker which receives most receives in one execution: of a permutation, the whole operand."""
+        if self.pairs is None:
+            return float(self.received) / self.times
+        return float(self.operand_bytes) if any(source != target for source, target in self.pairs) else 0.0
+
     def in_tiles(self, is_between_slices: bool) -> "Traffic":
         """Returns the most that XLA may make of it on TPUs, where each message is whole tiles of 4 kB.
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from numbers import Number
+from numbers import Number, Real
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxcomm.accounting.hlo import read_overlap, read_program
 from jaxcomm.accounting.jaxpr import jaxpr_program, traced_program
-from jaxcomm.checks import check_transformation
+from jaxcomm.checks import check_range, check_transformation
 from jaxcomm.collectives.axis import AxisName, abstract_mesh, axis_names, check_workers, use_mesh
 from jaxcomm.exchange import axis_name_of, get_exchange
 from jaxcomm.kernels.numerics import wide_type
@@ -172,6 +172,10 @@ class PipelineReport:
           rate: of every link, bits a second in each direction.
           latency: of a message, one way, seconds.
         """
+        is_rate = isinstance(rate, Real) and rate > 0
+        check_range("rate", rate, "bits a second, above 0", is_rate, "1e9 is 1 Gbit/s")
+        is_latency = isinstance(latency, Real) and 0 <= latency < math.inf
+        check_range("latency", latency, "seconds, 0 or more", is_latency, "0.05 is 50 ms")
 
         def wait(sizes: Sequence[int]) -> float:
             """Returns the seconds of a micro-batch's messages of these bytes a step."""

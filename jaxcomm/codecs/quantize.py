@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from jaxcomm.kernels import bits, noise
-from jaxcomm.kernels.numerics import is_finite, magnitude_bits, shrinkage
+from jaxcomm.kernels.numerics import divide, magnitude_bits, shrinkage
 from jaxcomm.kernels.platforms import by_platform, in_memory
 from jaxcomm.kernels.vectors import Stored, Vector, computed_end_to_end, largest_of_each
 from jaxcomm.layout import BLOCK, Layout, in_blocks
@@ -62,15 +62,13 @@ class Buckets:
 
     def scale(self, values: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the scale of every bucket, (m / bucket,), and whether all values and scales are finite: () bool."""
-        if self.norm == "max":
-            # A maximum of the bits as integers, of which NaN is the largest: a maximum of floats may lose it.
-            scale = lax.bitcast_convert_type(largest_of_each(magnitude_bits(values), self.bucket), jnp.float32)
-            ok = jnp.asarray(True)  # only finite scales are read as finite
-        else:
-            scale = jnp.sqrt(jnp.sum(jnp.square(values.reshape(-1, self.bucket)), axis=1))
-            ok = is_finite(values)
+        # A maximum of the bits as integers, of which NaN is the largest: a maximum of floats may lose it.
+        scale = lax.bitcast_convert_type(largest_of_each(magnitude_bits(values), self.bucket), jnp.float32)
+        if self.norm == "l2":  # of values relative to the largest, whose squares are neither too large nor too small
+            relative = divide(values.reshape(-1, self.bucket), jnp.where(scale > 0, scale, 1.0)[:, None])
+            scale = scale * jnp.sqrt(jnp.sum(jnp.square(relative), axis=1))
         largest = self.levels * (scale * np.float32(1 / self.levels))  # as it is read
-        return scale, ok & jnp.isfinite(largest).all()
+        return scale, jnp.isfinite(largest).all()  # only finite scales are read as finite
 
     def _in_buckets(self, values: jax.Array) -> jax.Array:
         """Cuts values (m,) into buckets (m / bucket, rows, columns), with a TPU's columns if they divide a bucket."""

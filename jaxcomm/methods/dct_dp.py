@@ -137,8 +137,8 @@ class DctDp(SparseExchange):
             out = exchange_densely(gradient, vector, self.axis_name)
             return out, out.ok & jnp.asarray(False)  # marked as varying, like `overfull` in `sparse`
 
-        if self.drain_every is None:
-            out, overfull = sparse()
+        if self.drain_every in (None, 1):
+            out, overfull = dense() if self.drain_every else sparse()
         else:
             chance = jax.random.uniform(jax.random.fold_in(jax.random.key(self.seed), step), dtype=jnp.float32)
             out, overfull = lax.cond(chance < 1 / self.drain_every, dense, sparse)

@@ -139,8 +139,8 @@ class SlimDp(LocalExchange):
         return unravel(model.astype(flat.dtype))
 
     def core_size(self, n: int) -> int:
-        """Returns how many of n coordinates are in the core."""
-        return round(self.beta * n)
+        """Returns how many of n coordinates are in the core: at least one, unless there is none."""
+        return max(round(self.beta * n), self.beta > 0)
 
     def explorer_size(self, n: int, workers: int) -> int:
         """Returns how many coordinates of an explorer are in one owner's part."""
@@ -272,8 +272,9 @@ class SlimDp(LocalExchange):
             return *to_varying((merged, ok), axis_name), vary_rows(new_state, other_axes(own_update, axis_name))
 
         def communicate() -> tuple[jax.Array, jax.Array, ExchangeState]:
+            ways = (lambda: settle(*push_everything()), lambda: settle(*push_set()))
             is_full = old.due | ((old.round + 1) % self.q == 0)
-            *result, new_state = lax.cond(is_full, lambda: settle(*push_everything()), lambda: settle(*push_set()))
+            *result, new_state = ways[0]() if self.q == 1 else lax.cond(is_full, *ways)
             return *result, new_state.replace(memory=new_state.memory._replace(round=old.round + 1))
 
         def stay() -> tuple[jax.Array, jax.Array, ExchangeState]:

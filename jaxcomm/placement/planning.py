@@ -15,6 +15,7 @@ import optax
 
 from jaxcomm import methods
 from jaxcomm.accounting.report import trained_shapes, wire_report
+from jaxcomm.checks import check_range
 from jaxcomm.exchange import Exchange, leaf_name
 from jaxcomm.placement.plan import Plan
 from jaxcomm.placement.problem import Block, Device, Option, Problem, Tensor
@@ -426,6 +427,9 @@ def _error_shares(method: Exchange, gradient: Any) -> dict[str, float]:
     update = jax.jit(jax.vmap(missed, axis_name=method.axis_name, axis_size=1))
     shares = update(jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], gradient))
     norm = sum(float(jnp.sum(jnp.square(leaf))) for leaf in jax.tree.leaves(gradient))
+    remedy = "Take one of a usual step, or leave it out, for errors of normal noise"
+    rule = "finite, and not zero everywhere"
+    check_range("gradient", f"squares whose sum is {norm:g}", rule, 0 < norm < math.inf, remedy)
     return {leaf_name(path): float(part[0]) / norm for path, part in jax.tree_util.tree_leaves_with_path(shares)}
 
 

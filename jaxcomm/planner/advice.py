@@ -15,9 +15,10 @@ from jax.sharding import Mesh
 
 from jaxcomm import methods
 from jaxcomm.accounting.report import WireReport, trained_shapes, wire_report
-from jaxcomm.checks import check_range
+from jaxcomm.checks import check_range, check_transformation
 from jaxcomm.collectives.axis import AxisName, axis_names, use_mesh
-from jaxcomm.exchange import leaf_name
+from jaxcomm.exchange import exchange_states, is_local, leaf_name
+from jaxcomm.layout import MAX_ELEMENTS
 from jaxcomm.planner.costs import (
     Bench,
     Cost,
@@ -263,6 +264,7 @@ class _Question:
       params: the parameters, or their shapes.
       sizes: the number of workers along each axis.
       axis_name: the axis of workers, or the axes.
+      left_out: the candidates that take no tensor as large as these parameters have.
     """
 
     chosen: Mapping[str, optax.GradientTransformation]
@@ -271,6 +273,7 @@ class _Question:
     params: Params
     sizes: tuple[int, ...]
     axis_name: AxisName
+    left_out: tuple[str, ...] = ()
 
     def exchanged(self, name: str, tree: PyTree) -> Any:
         """Returns a tree like the parameters without the leaves whose gradients a method's layers already reduce."""
@@ -287,11 +290,14 @@ def _make_question(
     metrics: Sequence[Traffic],
 ) -> _Question:
     """Finds the methods to compare, and their bytes; every step sends `metrics` in addition to its exchange."""
-    usual = candidates(axis_name)
-    transformations = (
-        usual if candidate_methods is None else {name: usual[name] for name in ALL_DENSE} | dict(candidate_methods)
-    )
+    transformations, left_out = candidates(axis_name), ()
     leaves = {leaf_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    if candidate_methods is not None:
+        _check_methods(candidate_methods, params)
+        transformations = {name: transformations[name] for name in ALL_DENSE} | dict(candidate_methods)
+    elif any(leaf.size >= MAX_ELEMENTS for leaf in leaves.values()):
+        left_out = tuple(name for name, tx in transformations.items() if name not in ALL_DENSE and not is_local(tx))
+        transformations = {name: tx for name, tx in transformations.items() if name not in left_out}
     layers = layers_of(leaves, dense_layers or {}, sizes, axis_name)
     extra_traffic = dict.fromkeys(transformations, metrics)
     for way in dict.fromkeys(layer.way for layer in layers):
@@ -302,7 +308,23 @@ def _make_question(
         name: wire_report(tx, params, sizes, beside=extra_traffic[name], axis_name=axis_name)
         for name, tx in transformations.items()
     }
-    return _Question(transformations, reports, layers, params, sizes, axis_name)
+    return _Question(transformations, reports, layers, params, sizes, axis_name, left_out)
+
+
+def _check_methods(methods: Mapping[str, optax.GradientTransformation], params: Params) -> None:
+    """Refuses methods that are no mapping, have the name of another one, or exchange no parameter."""
+    remedy = 'Pass {"topk(0.9)": jaxcomm.topk(0.9)}, say'
+    check_range("methods", methods, "exchanges by name", isinstance(methods, Mapping), remedy)
+    for name, tx in methods.items():
+        check_transformation(f"methods[{name!r}]", tx)
+        paths, found = jax.tree_util.tree_leaves_with_path(params), exchange_states(jax.eval_shape(tx.init, params))
+        for method in (state.method for state in found):
+            is_own = name not in WAYS and (name not in ALL_DENSE or method.name == "plump_dp")
+            rule = f"exchanges with names of their own, not those of others, {', '.join((*WAYS, *ALL_DENSE))}"
+            check_range("methods", f"{method.name} as {name!r}", rule, is_own, "Take another name")
+            is_one = method.others is not None or any(leaf.size and method.chooses(path, leaf) for path, leaf in paths)
+            remedy = "Widen its where=, which is searched for in the parameters' paths"
+            check_range("methods", name, "exchanges of some of the parameters", is_one, remedy)
 
 
 def _dense_without(reduced: list[str], axis_name: AxisName) -> optax.GradientTransformation:
@@ -367,6 +389,8 @@ def _advice(
         )
     rows.sort(key=lambda row: row.step)
     best, verdict = verdict_of(rows)
+    if question.left_out:
+        verdict += f" Left out: {', '.join(question.left_out)}, which take no tensor of 2^31 elements or more."
     return Advice(
         mode=mode,
         workers=report.workers,

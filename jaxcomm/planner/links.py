@@ -29,6 +29,7 @@ _LONG = 0.25  # seconds: after a collective that takes longer, no larger one is 
 REPEATS = 5
 _CHAINED = 5  # collectives in one program, to separate the program's start from a collective
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+_GIVEN_BYTES = 2.0**40  # of the largest message on a given link: far more than its latency, so that its rate is exact
 _GIVEN_ERROR = 0.25  # of a given link: Gloo takes 0.9 to 2 times the time of the bytes
 
 
@@ -61,9 +62,9 @@ class Link:
 
     @property
     def bits_per_second(self) -> float:
-        """The rate at which a worker receives the largest message."""
+        """The rate at which a worker receives the largest message; infinite if that takes no longer than none."""
         message_bytes, seconds = self.points[-1]
-        return 8 * message_bytes / (seconds - self.latency)
+        return 8 * message_bytes / (seconds - self.latency) if seconds > self.latency else math.inf
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ class Links:
             )
         latency = self.latency * _messages(traffic)
         rate = _slowest(self.rate, traffic) if isinstance(self.rate, tuple) else self.rate
-        return Link(((0.0, latency), (1.0, latency + 8 / rate)), _GIVEN_ERROR)
+        return Link(((0.0, latency), (_GIVEN_BYTES, latency + 8 * _GIVEN_BYTES / rate)), _GIVEN_ERROR)
 
     def seconds(self, program: Program) -> float:
         """Returns the seconds of a program's collectives in a usual step."""
@@ -144,7 +145,7 @@ class Links:
         for traffic in operations:
             if traffic.workers > 1:
                 link = self.link(traffic)
-                seconds = link.seconds(float(traffic.received) / traffic.times)
+                seconds = link.seconds(traffic.longest)
                 total += Wire(link.latency, seconds - link.latency, link.error * seconds) * traffic.times
         return total
 

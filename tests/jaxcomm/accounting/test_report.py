@@ -455,3 +455,14 @@ def test_seconds_of_boundaries():
         1.5 * 5 + 6 * 2 * 0.1
     )
     assert PipelineReport([], report.exchange, 4).boundary_seconds(8e3, 0.05) == 0
+    refused(lambda: report.boundary_seconds("1gbit"), "rate must be bits a second, above 0; got '1gbit'")
+    refused(lambda: report.boundary_seconds(-1e9), "rate must be bits a second, above 0; got -1")
+    refused(lambda: report.boundary_seconds(1e9, -0.1), "latency must be seconds, 0 or more; got -0.1")
+
+
+@pytest.mark.parametrize("tx", [jc.dct_dp(0.9, drain_every=1), jc.slim_dp(q=1)], ids=["dct_dp", "slim_dp"])
+def test_an_exchange_that_is_always_dense(tx):
+    """It claims what every exchange costs, not what one would cost that never happens."""
+    report = jc.wire_report(tx, {"w": jax.ShapeDtypeStruct((1000, 100), np.float32)}, 4)
+    assert report.received >= report.dense
+    assert report.received_at_most == report.received

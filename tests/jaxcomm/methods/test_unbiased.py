@@ -88,3 +88,11 @@ def test_importance_of_iwp():
     assert np.all(np.abs(count - STEPS * p) <= 6 * deviation + 1)
     assert abs(count.sum() - STEPS * p.sum()) <= 5 * np.sqrt(np.sum(deviation**2))
     assert np.all(count[p == 1] == STEPS)
+
+
+@pytest.mark.parametrize("scale", [1e-35, 1e-25, 1e20, 1e35])
+def test_an_l2_norm_of_any_size(scale):
+    """Whose squares are too small, or too large, for float32."""
+    x = X / np.abs(X).max() * np.float32(scale)
+    means = steps_of(jc.quant_dp(8, bucket=32, norm="l2"), x)
+    np.testing.assert_allclose(means.mean(0) / scale, x.mean(0) / scale, atol=0.05)

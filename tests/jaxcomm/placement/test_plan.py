@@ -84,6 +84,11 @@ def test_the_budget():
     assert exact.tensors["fc/kernel"][1] == "powersgd"  # all of this gradient has rank 2
 
 
+def test_a_gradient_of_zeros():
+    with pytest.raises(ValueError, match=r"gradient must be finite, and not zero everywhere; got .*whose sum is 0"):
+        make_plan(advice(1e6), PARAMS, methods=METHODS, error_budget=0.1, gradient=jax.tree.map(jnp.zeros_like, PARAMS))
+
+
 def test_a_plan_runs():
     tx = MIXED.transformation()
     random = np.random.default_rng(0)

@@ -17,7 +17,7 @@ from jaxcomm.planner import COPY_BYTES, advise, candidates, costs, estimate, giv
 from jaxcomm.planner import advice as planner_advice
 from jaxcomm.planner.__main__ import KEEP_DENSE, main
 from jaxcomm.planner.costs import Bench
-from jaxcomm.planner.prediction import _verdict_of_exchanges
+from jaxcomm.planner.prediction import ALL_DENSE, _verdict_of_exchanges
 from jaxcomm.steps.batch import Batch
 from jaxcomm.steps.loss import loss_of
 
@@ -311,6 +311,31 @@ def test_bad_input(monkeypatch):
     for bad in (0.0, None):
         with pytest.raises(ValueError, match=f"copy must be seconds a byte, above 0; got {bad}"):
             estimate(PARAMS, K, 1e8, copy=bad)  # type: ignore
+
+
+@pytest.mark.parametrize(
+    ("methods", "said"),
+    [
+        (["topk"], r"methods must be exchanges by name; got \['topk'\]"),
+        ({"topk": jc.topk}, r"methods\['topk'\] must be a transformation.*Call it"),
+        ({"late": jc.topk(0.9)}, "names of their own.*got \"topk as 'late'\""),
+        ({"plump_dp": jc.topk(0.9)}, "names of their own.*got \"topk as 'plump_dp'\""),
+        ({"topk": jc.topk(0.9, where="nothing")}, "exchanges of some of the parameters; got 'topk'. Widen its where="),
+    ],
+)
+def test_methods_that_cannot_be_compared(methods, said):
+    with pytest.raises(ValueError, match=said):
+        rapid(1e8, methods=methods)
+
+
+def test_a_tensor_of_2_31_elements():
+    """Layers that are stacked for a scan. What can exchange them is compared, the rest named."""
+    params = {"layers": jax.ShapeDtypeStruct((80, 8192, 8192), jnp.bfloat16)}
+    advice = estimate(params, 8, "1gbit", latency=0.0)
+    assert {row.method for row in advice.predictions} == {"local_sgd(10)", *ALL_DENSE}
+    assert "Left out: dct_dp(0.99), topk(0.99), random_k(0.9)" in advice.verdict
+    with pytest.raises(ValueError, match=r"fewer than 2\^31 elements"):
+        estimate(params, 8, "1gbit", methods={"topk": jc.topk(0.9)})
 
 
 def test_exit_codes(tmp_path, capsys):

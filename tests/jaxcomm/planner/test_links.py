@@ -58,6 +58,24 @@ def test_several_links_by_hand():
         seconds([1e6] * 3, "all_reduce")
 
 
+def test_a_permutation_of_some():
+    """Stages pass activations on: one that receives a whole operand is waited for."""
+    for pairs, received in (((0, 1),), 1), (((0, 1), (1, 2), (2, 3)), 1), (((1, 1),), 0):
+        program = Program([Traffic("permute", 10**6, K, times=2, pairs=pairs)])
+        assert given_links(1e9).seconds(program) == pytest.approx(received * 2 * 8e-3)
+
+
+@pytest.mark.parametrize(("rate", "latency"), [(1e9, 0.01), (1e12, 0.01), (1e3, 0.0)])
+def test_a_link_has_its_own_rate(rate, latency):
+    link = given_links(rate, latency).link(Traffic("all_to_all", 8, 2))
+    assert (link.bits_per_second, link.latency) == (pytest.approx(rate, rel=1e-9), latency)
+    assert link.seconds(1e6) == pytest.approx(latency + 8e6 / rate)
+
+
+def test_large_messages_that_take_no_longer():
+    assert Link(((0.0, 0.5), (1e6, 0.5)), 0.0).bits_per_second == np.inf
+
+
 def test_periods():
     links = given_links(1e6, latency=0.01)
     steps, tenth = links.wire(report(jc.plump_dp())), links.wire(report(jc.local_sgd(10, exchange=jc.plump_dp())))
