@@ -143,7 +143,7 @@ class Gradient(NamedTuple):
     def accumulated(self) -> Accumulated:
         """Returns gradient + residual of the compressed leaves."""
         assert self.residual is not None, "a method that accumulates keeps a residual"
-        return Accumulated(self.vector(), self.residual, self.layout.limit)
+        return Accumulated(self.vector(), self.residual)
 
 
 class Exchanged(NamedTuple):

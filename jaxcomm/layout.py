@@ -28,7 +28,6 @@ from jaxcomm.types import PyTree
 BLOCK = 1024
 BLOCK_WORDS = BLOCK // WORD  # words of a packed mask over one block
 MAX_ELEMENTS = 2**31
-_FLOAT16_LIMIT = 61440.0  # 15/16 of 65,536, from which float16 is infinite: room for the rounding of values on the wire
 # Of stacked stage parameters: the elements of every stage's tensor, by the path of its slot, and the axis of stages.
 _STACKED: contextvars.ContextVar[tuple[Mapping[str, tuple[int, ...]], str | None]] = contextvars.ContextVar(
     "stacked", default=({}, None)
@@ -102,12 +101,6 @@ class Layout:
     capacities: tuple[int, ...]
     chunk: int | None = None
     stages: Stages | None = None
-
-    @property
-    def limit(self) -> float | None:
-        """The largest magnitude to send of compressed leaves of float16, of which all means are finite; else None."""
-        pairs = zip(self.dtypes, self.compressed, strict=True)
-        return _FLOAT16_LIMIT if any(dtype == jnp.float16 and is_in for dtype, is_in in pairs) else None
 
     @cached_property
     def tensor_sizes(self) -> tuple[int, ...]:

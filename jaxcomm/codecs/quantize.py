@@ -64,9 +64,9 @@ class Buckets:
         """Returns the scale of every bucket, (m / bucket,), and whether all values and scales are finite: () bool."""
         # A maximum of the bits as integers, of which NaN is the largest: a maximum of floats may lose it.
         scale = lax.bitcast_convert_type(largest_of_each(magnitude_bits(values), self.bucket), jnp.float32)
-        if self.norm == "l2":  # of values relative to the largest, whose squares are neither too large nor too small
-            relative = divide(values.reshape(-1, self.bucket), jnp.where(scale > 0, scale, 1.0)[:, None])
-            scale = scale * jnp.sqrt(jnp.sum(jnp.square(relative), axis=1))
+        if self.norm == "l2":  # of values relative to the largest, whose squares are not too small for float32
+            unit = jnp.where((scale > 0) & (scale < 1), scale, 1.0)
+            scale = unit * jnp.sqrt(jnp.sum(jnp.square(divide(values.reshape(-1, self.bucket), unit[:, None])), axis=1))
         largest = self.levels * (scale * np.float32(1 / self.levels))  # as it is read
         return scale, jnp.isfinite(largest).all()  # only finite scales are read as finite
 

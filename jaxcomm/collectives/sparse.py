@@ -34,35 +34,26 @@ class Accumulated(NamedTuple):
     Attributes:
       gradient: (n,) float32.
       residual: (1, n) float32, the worker's row. It keeps this shape until it is the new row, or XLA would copy it.
-      limit: the largest magnitude that is sent at once; None for any. Error feedback keeps the rest.
     """
 
     gradient: jax.Array
     residual: jax.Array
-    limit: float | None = None
 
-    def whole(self) -> jax.Array:
+    def sum(self) -> jax.Array:
         """Returns gradient + residual, (n,) float32."""
         return self.gradient + self.residual[0]
 
-    def sum(self) -> jax.Array:
-        """Returns what may be sent of gradient + residual, (n,) float32."""
-        return self._limited(self.whole())
-
     def at(self, position: jax.Array) -> jax.Array:
-        """Returns what may be sent of gradient + residual at some positions."""
-        return self._limited(self.gradient[position] + self.residual[0, position])
+        """Returns gradient + residual at some positions."""
+        return self.gradient[position] + self.residual[0, position]
 
     def is_ok(self) -> jax.Array:
         """Returns whether gradient + residual is finite, and every gradient below 2^100 in magnitude: () bool."""
-        return is_accumulable(self.whole(), self.gradient)
+        return is_accumulable(self.sum(), self.gradient)
 
     def broken(self) -> jax.Array:
         """Marks what is not so: (n,) bool."""
-        return not_accumulable(self.whole(), self.gradient)
-
-    def _limited(self, numbers: jax.Array) -> jax.Array:
-        return numbers if self.limit is None else jnp.clip(numbers, -self.limit, self.limit)
+        return not_accumulable(self.sum(), self.gradient)
 
 
 @dataclass(frozen=True)

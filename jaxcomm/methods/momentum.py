@@ -105,7 +105,7 @@ class MomentumCorrection(Exchange):
         _, dtypes = layout.split(layout.dtypes)
         sends = [u[0].astype(dtype) for u, dtype in zip(new_dense, dtypes, strict=True)]
         assert gradient.residual is not None, "methods with momentum keep a residual"
-        vector = Accumulated(new_flat, gradient.residual, gradient.layout.limit)
+        vector = Accumulated(new_flat, gradient.residual)
         return gradient._replace(leaves=layout.join(compressed, sends)), vector, Velocity(new_flat[None], new_dense)
 
     def clipped(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:

@@ -77,7 +77,7 @@ class SharedExchange(Exchange):
 
         residual = vector.residual + jnp.where(ok, vector.gradient, 0.0)[None]
         is_sent = ok & slots.filled
-        residual = add_at(residual, position, jnp.where(is_sent, -local_values, 0.0))
+        residual = add_at(residual, position, jnp.where(is_sent, -residual[0, position], 0.0))
         residual = add_at(residual, position, jnp.where(is_sent, summed.residual(), 0.0))
         metrics = ExchangeMetrics.of(ok, workers * jnp.sum(slots.filled, dtype=jnp.float32), workers * overflow)
         return Exchanged(zeros_unless(ok, means), residual, metrics)

@@ -272,10 +272,13 @@ class SlimDp(LocalExchange):
             return *to_varying((merged, ok), axis_name), vary_rows(new_state, other_axes(own_update, axis_name))
 
         def communicate() -> tuple[jax.Array, jax.Array, ExchangeState]:
-            ways = (lambda: settle(*push_everything()), lambda: settle(*push_set()))
+            def everything() -> tuple[jax.Array, jax.Array, ExchangeState]:
+                return settle(*push_everything())
+
             is_full = old.due | ((old.round + 1) % self.q == 0)
-            *result, new_state = ways[0]() if self.q == 1 else lax.cond(is_full, *ways)
-            return *result, new_state.replace(memory=new_state.memory._replace(round=old.round + 1))
+            result = everything() if self.q == 1 else lax.cond(is_full, everything, lambda: settle(*push_set()))
+            local_update, ok, new_state = result
+            return local_update, ok, new_state.replace(memory=new_state.memory._replace(round=old.round + 1))
 
         def stay() -> tuple[jax.Array, jax.Array, ExchangeState]:
             ok = on_all_stages(is_applicable_tree(own_update) & jnp.isfinite(delta).all())

