@@ -114,7 +114,7 @@ class Scalars(NamedTuple):
         self._check_names(named)
         warn("is_multiple", named.items())
         if names:
-            warn("is_alike", ((name, number) for name, number in named.items() if not number.is_shared))
+            warn("is_alike", named.items())
         if self.micro_batches > 1:  # what is of all workers is still of one micro-batch
             numbers = jax.tree.map(Scaling.of_micro_batch, numbers, is_leaf=_is_scaling)
         loss, scalars, model_state = numbers

@@ -81,7 +81,7 @@ def flaw_of_sum(number: Scaling) -> str:
 
 def flaw_of_extreme(number: Scaling) -> str:
     """Returns what is wrong with a number whose maximum over the workers is taken; "" if nothing is."""
-    return "no extreme" if number.is_own and not (number.is_extreme or number.is_shared) else ""
+    return "no extreme" if number.is_own and not (number.is_extreme or number.is_gathered) else ""
 
 
 def scalings(function: Callable[..., Any], rows: Sequence[Any], workers: int, axes: Sequence[str] = ()) -> Any:
@@ -121,9 +121,10 @@ def scalings(function: Callable[..., Any], rows: Sequence[Any], workers: int, ax
             alone = jax.make_jaxpr(function, axis_env=[(axis, 1) for axis in axes])(_times(avals, factor * workers))
         if alone is not None:
             others = _compare(one, alone, [_ROWS] * len(rows), _Walk(workers, workers, axes, is_alone=True))
-            numbers = [number.beside(other) for number, other in zip(numbers, others, strict=True)]
+            if others[:1] != [_NEITHER]:
+                numbers = [number.beside(other) for number, other in zip(numbers, others, strict=True)]
     if has_one and is_compared:  # what is of an only row is not told apart from what is of the first
-        numbers = [number._replace(is_shared=number.is_shared or number.is_unknown) for number in numbers]
+        numbers = [number._replace(is_gathered=number.is_gathered or number.is_unknown) for number in numbers]
     return jax.tree.unflatten(jax.tree.structure(out), numbers)
 
 
@@ -391,7 +392,7 @@ class _Walk:
             outputs = self._of_while(one, two, operands)
         except _DifferentError:
             outputs = [self._of_primitive(one, two, operands)] * len(one.outvars)
-        carried = _NEITHER._replace(is_shared=any(map(jaxpr_communicates, inner[0])))  # as a line search does
+        carried = _NEITHER._replace(is_gathered=any(map(jaxpr_communicates, inner[0])))  # as a line search does
         pairs = zip(outputs, one.outvars, two.outvars, strict=True)
         return [out if differs(*pair) or not out.is_own else carried for out, *pair in pairs]
 
@@ -451,7 +452,7 @@ class _Walk:
         if (axes := _reduced_axes(one, two)) is not None:
             # Of pairs of rows, of which workers have some.
             if axes and len(axes_of_rows(one.invars[0], two.invars[0])) > 1:
-                axes = _own_axes(one, two) if marks["is_shared"] else axes
+                axes = _own_axes(one, two) if marks["is_gathered"] else axes
                 if axes:
                     return _UNKNOWN._replace(**marks)
             if _mixes_rows(one, two, axes):
@@ -540,7 +541,8 @@ class _Walk:
         """What all workers have is none's own. An only worker has as much as the sum of all."""
         name, axes = eqn.primitive.name, self.axes.intersection(equation_axes(eqn))
         unmarked = dict.fromkeys(("is_extreme", "has_extreme", "has_mean"), False)
-        shared = operand._replace(is_shared=True, constant=None, **unmarked)
+        is_gathered = operand.is_gathered or COLLECTIVES[name] != "all_reduce"
+        shared = operand._replace(is_shared=True, is_gathered=is_gathered, constant=None, **unmarked)
         if COLLECTIVES[name] == "all_gather":  # of the rows of all, of which there are as many as are summed
             shared = shared._replace(summed=(math.inf, math.inf, 1))
         if not axes:
@@ -550,7 +552,7 @@ class _Walk:
         is_multiple &= not (has_rows or is_of_all)
         if name in _SUMS and not (has_rows or self.is_backward):
             is_flawed = operand.is_unknown or operand.is_of_mean or operand.is_extreme
-            shared = shared._replace(is_of_parts=operand.is_of_parts or (is_flawed and not operand.is_shared))
+            shared = shared._replace(is_of_parts=operand.is_of_parts or (is_flawed and not operand.is_gathered))
         if self.is_alone:
             is_total = name in _SUMS
             power, is_multiple = operand.power - is_total, is_multiple and operand.is_own
@@ -602,7 +604,7 @@ class _Walk:
         # A loop of each row's own, by jax.vmap, asks for each row, or whether there is any.
         is_any = any(eqn.primitive.name == "reduce_or" and eqn.outvars == condition.outvars for eqn in condition.eqns)
         is_any |= condition.outvars[0].aval.ndim > 0
-        is_whole = ends.is_own and not ends.is_shared and not is_any
+        is_whole = ends.is_own and not ends.is_gathered and not is_any
         return [
             x._replace(is_own=whole.is_own, is_by_place=is_whole or x.is_by_place or x.has_mean or x.has_extreme)
             for x in outs

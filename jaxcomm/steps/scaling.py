@@ -28,6 +28,7 @@ class Scaling(NamedTuple):
       is_multiple: whether the sum over the workers of what is no sum over rows, such as a mean, is in it.
       is_of_parts: whether the sum over the workers of what is neither a sum nor a mean over own rows is in it.
       is_shared: whether it is computed from numbers of other workers.
+      is_gathered: whether these are rows, as after `jax.lax.all_gather`, and not their sum or mean.
       is_spread: whether a gradient is in it that JAX has summed over the workers, since it is that of a constant.
       is_curved: whether it is a function, and no linear one, of own numbers that have no rows left, and no mean over
         rows was taken since.
@@ -56,6 +57,7 @@ class Scaling(NamedTuple):
     is_multiple: bool = False
     is_of_parts: bool = False
     is_shared: bool = False
+    is_gathered: bool = False
     is_spread: bool = False
     is_curved: bool = False
     has_mean: bool = False
@@ -88,12 +90,12 @@ class Scaling(NamedTuple):
         is_power = self.is_shared and not (self.is_own or self.is_total or math.isnan(self.power))
         if is_power and self.power not in (0, 1, -math.inf):  # as the root of the mean of the workers' sums
             return True
-        return self.is_of_parts or (self.is_own and not self.is_shared and is_neither)
+        return self.is_of_parts or (self.is_own and not self.is_gathered and is_neither)
 
     @property
     def is_share(self) -> bool:
         """Whether a number of one row has a part that shrinks as rows become more, as the gradient of a mean does."""
-        return self.is_own and not self.is_shared and (self.is_mixed or -math.inf < self.power < 0)
+        return self.is_own and not self.is_gathered and (self.is_mixed or -math.inf < self.power < 0)
 
     @property
     def is_quotient(self) -> bool:
@@ -103,13 +105,13 @@ class Scaling(NamedTuple):
     @property
     def is_of_mean(self) -> bool:
         """Whether it is a function of a worker's own means, such as the root of one, or of rows and these."""
-        is_known = self.power == 0 and not (self.is_shared or self.is_quotient or self.is_unknown)
+        is_known = self.power == 0 and not (self.is_gathered or self.is_quotient or self.is_unknown)
         return is_known and (self.is_curved or self.is_normalised)
 
     def of_micro_batch(self) -> "Scaling":
         """Returns that of a number of one micro-batch of several: none is of all rows."""
         is_own = self.is_own or self.is_shared
-        return self._replace(is_own=is_own, is_total=False, is_shared=False)
+        return self._replace(is_own=is_own, is_total=False, is_shared=False, is_gathered=False)
 
     def beside(self, alone: "Scaling") -> "Scaling":
         """Returns it with what is known of the same number if one of K workers has the rows of all.
@@ -118,4 +120,8 @@ class Scaling(NamedTuple):
         """
         is_part = self.power == 0 and alone.power == 1 and alone.is_own
         is_multiple = alone.power == -1 and (alone.is_own or len(alone.summed) > 0)
-        return self._replace(power=1 if is_part else self.power, is_multiple=self.is_multiple or is_multiple)
+        return self._replace(
+            power=1 if is_part else self.power,
+            is_multiple=self.is_multiple or is_multiple,
+            is_alike=self.is_alike and alone.is_alike,  # not of the rows of all, which are as many in both
+        )

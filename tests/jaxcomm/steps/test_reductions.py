@@ -360,6 +360,62 @@ def test_numbers_of_all_workers(name):
         assert [x for x in caught if "cannot be told to be" in str(x.message)] if name in OF_PARTS else not caught
 
 
+def synchronised(x):
+    mean, square = jax.lax.pmean((x.mean(0), jnp.square(x).mean(0)), "data")
+    return (x - mean) / jnp.sqrt(square - mean**2 + 1e-2)
+
+
+def noisy_rows(x):
+    return x * jax.random.bernoulli(jax.random.key(0), 0.5, x.shape)
+
+
+def gathered(x):
+    return jax.lax.all_gather(x, "data", tiled=True)
+
+
+def by_pmean(x):
+    return (x[:, 0] * (x[:, 1] > 0)).sum() / jax.lax.pmean((x[:, 1] > 0).sum().astype(float), "data")
+
+
+UNKNOWN, OF_MEAN = "cannot be told to be", "computed from a mean over a worker's own rows"
+# What comes after a collective, and what the step warns of; "" if it is the number of one device.
+AFTER = {
+    "a logsumexp": (lambda x: jax.nn.logsumexp(synchronised(x)), UNKNOWN),
+    "a root": (lambda x: jnp.sqrt(jnp.square(synchronised(x) - 1).mean()), OF_MEAN),
+    "views in halves": (lambda x: jnp.square(jnp.subtract(*jnp.split(synchronised(x), 2))).mean(), UNKNOWN),
+    "the largest half": (lambda x: jnp.sort(synchronised(x)[:, 0])[len(x) // 2 :].mean(), UNKNOWN),
+    "own negatives": (lambda x: (lambda z: jax.nn.log_softmax(z @ z.T).diagonal().mean())(synchronised(x)), UNKNOWN),
+    "a perplexity": (lambda x: jnp.exp(by_pmean(x)), OF_MEAN),
+    "a dropout": (lambda x: jnp.square(noisy_rows(synchronised(x))).mean(), "random numbers of rows"),
+    "a mean": (lambda x: jnp.tanh(synchronised(x)).mean(), ""),
+    "a sum by a pmean": (by_pmean, ""),
+    "means by a pmean": (lambda x: (x[:, 0] * (x[:, 1] > 0)).mean() / jax.lax.pmean((x[:, 1] > 0).mean(), "data"), ""),
+    "rows by a largest": (
+        lambda x: (x / jax.lax.pmax(jax.lax.stop_gradient(jnp.abs(x).max()), "data")).mean(),
+        "",
+    ),
+    "shares by a pmean": (
+        lambda x: (jax.lax.pmean((x > 0).mean(0), "data") * jax.nn.softmax(x).mean(0)).sum(),
+        "",
+    ),
+    "the negatives of all": (
+        lambda x: (lambda z: jax.nn.log_softmax(z @ z.T).diagonal().mean())(gathered(synchronised(x))),
+        "",
+    ),
+    "rows of all": (lambda x: jax.nn.logsumexp(x @ gathered(synchronised(x)).T, 1).mean(), ""),
+    "a dropout of the rows of all": (lambda x: jnp.square(noisy_rows(gathered(x))).mean(), ""),
+}
+
+
+@pytest.mark.parametrize("name", AFTER)
+def test_numbers_after_a_collective(name):
+    """A sum over the workers says nothing of what is computed from a worker's own rows and from it."""
+    function, message = AFTER[name]
+    for call in both_steps(function):
+        with pytest.warns(match=message) if message else contextlib.nullcontext():
+            call()
+
+
 def test_a_mean_times_the_workers():
     by_data_parallel, by_train_step = both_steps(lambda x: x.mean() * jax.lax.axis_size("data"))
     with pytest.warns(match="^loss: the sum over the workers of what is no sum"):
