@@ -58,6 +58,7 @@ _LINEAR = _KEEP - {"abs"} | {
     *("add", "add_any", "complex", "concatenate", "cumsum", "dynamic_update_slice", "pad", "reduce_sum", "sub"),
     *("dynamic_slice", "gather", "scatter", "scatter-add", "select_n", "stack", "tile", "while"),
 }
+_BY_ELEMENT = ("add", "div", "eq", "ge", "gt", "le", "lt", "max", "min", "mul", "ne", "pow", "sub")
 _SUMS = ("psum", "psum_invariant", "psum2", "reduce_scatter")
 _PICK = ("gather", "dynamic_slice", "select_n", "select_and_scatter_add")
 # Primitives for which the order of rows counts, and what names the axis of it.
@@ -105,7 +106,7 @@ def scalings(function: Callable[..., Any], rows: Sequence[Any], workers: int, ax
             except Exception:
                 one = None
         if one is None:
-            return None
+            return _of_one_row(function, typed, workers, axes) if has_one else None
         try:
             two = jax.make_jaxpr(function)(_times(avals, 2 * factor))
         except Exception:
@@ -123,9 +124,18 @@ def scalings(function: Callable[..., Any], rows: Sequence[Any], workers: int, ax
             others = _compare(one, alone, [_ROWS] * len(rows), _Walk(workers, workers, axes, is_alone=True))
             if others[:1] != [_NEITHER]:
                 numbers = [number.beside(other) for number, other in zip(numbers, others, strict=True)]
-    if has_one and is_compared:  # what is of an only row is not told apart from what is of the first
-        numbers = [number._replace(is_gathered=number.is_gathered or number.is_unknown) for number in numbers]
     return jax.tree.unflatten(jax.tree.structure(out), numbers)
+
+
+def _of_one_row(function: Callable[..., Any], rows: Sequence[Any], workers: int, axes: Sequence[str]) -> Any:
+    """Returns unknown scalings if more rows cannot be traced, but those of all workers, in another way; else None."""
+    with contextlib.suppress(Exception):
+        one = jax.make_jaxpr(function)(rows)
+        how = {"axis_env": [(axis, 1) for axis in axes], "return_shape": True}
+        alone, out = jax.make_jaxpr(function, **how)(_times(rows, workers))
+        if _compare(one, alone, [_ROWS] * len(rows), _Walk(workers, workers, axes, is_alone=True))[:1] == [_NEITHER]:
+            return jax.tree.map(lambda _: _NEITHER, out)
+    return None
 
 
 def _times(avals: Sequence[Any], factor: int) -> list[Any]:
@@ -156,39 +166,52 @@ class StepScaling(NamedTuple):
         `specs` a like tree of their PartitionSpecs. `has_rows` says of every argument whether it has rows of a batch;
         others with a spec have one of each worker.
         """
-        (eqn,) = [eqn for eqn in program.jaxpr.eqns if eqn.primitive.name == "shard_map"]
-        workers = math.prod(eqn.params["mesh"].shape[axis] for axis in axes)
-
-        def alone(leaf: PyTree, spec: P, is_batch: bool) -> jax.ShapeDtypeStruct:
-            shape = list(jnp.shape(leaf))
-            if spec != P() and not is_batch:
-                shape[len(spec) - 1] //= workers
-            return jax.ShapeDtypeStruct(shape, jnp.result_type(leaf), weak_type=jax.typeof(leaf).weak_type)
-
+        sizes = _shard_map_in(program)[0].params["mesh"].shape
+        workers = math.prod(sizes[axis] for axis in axes)
         if workers == 1 or not any(has_rows):
             return cls([], [], workers)
         leaves, treedef = jax.tree.flatten(arrays)
-        arguments = zip(leaves, jax.tree.leaves(specs), has_rows, strict=True)
+        arguments = list(zip(leaves, jax.tree.leaves(specs), has_rows, strict=True))
+
+        def trace(factor: int, is_alone: bool) -> Any:
+            """That for so many times as many rows, with an only worker or all; None if they cannot be traced."""
+
+            def shape_of(leaf: PyTree, spec: P, is_batch: bool) -> jax.ShapeDtypeStruct:
+                shape = list(jnp.shape(leaf))
+                if is_batch:
+                    shape[len(spec) - 1] *= factor
+                elif spec != P() and is_alone:
+                    shape[len(spec) - 1] //= workers
+                return jax.ShapeDtypeStruct(shape, jnp.result_type(leaf), weak_type=jax.typeof(leaf).weak_type)
+
+            mesh = abstract_mesh({axis: 1 if is_alone else sizes[axis] for axis in axes})
+            # Only traced, and untracked as the step itself is.
+            how = {"mesh": mesh, "in_specs": P() if is_alone else specs, "out_specs": P(), "check_vma": False}
+            with contextlib.suppress(Exception):
+                return jax.make_jaxpr(jax.shard_map(step, **how))(*treedef.unflatten(shape_of(*x) for x in arguments))
+
+        one, two, is_alone = program, trace(1, is_alone=True), True
         # Along one row it may have other operations.
         has_one = any(has and jnp.shape(leaf)[len(spec) - 1] == workers for leaf, spec, has in arguments)
-        mesh = abstract_mesh(dict.fromkeys(axes, 1))
-        # Only traced, and untracked as the step itself is.
-        on_one = jax.shard_map(step, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
-
-        def trace(has_rows: Sequence[bool]) -> Any:
-            shapes = treedef.unflatten(map(alone, leaves, jax.tree.leaves(specs), has_rows))
-            with contextlib.suppress(Exception):
-                return jax.make_jaxpr(on_one)(*shapes).jaxpr.eqns[0]
-
-        other = trace(has_rows)
-        if other is None:
-            is_of_rows = not has_one and trace([False] * len(leaves)) is not None  # it takes as many rows as one of K
-            unknown = [_NEITHER] * is_of_rows
-            return cls(unknown * len(eqn.outvars), unknown, workers)
-        inputs = dict(zip(program.jaxpr.invars, (_ROWS if has else Scaling() for has in has_rows), strict=True))
-        walk = _Walk(workers, workers, axes, is_alone=True)
-        bodies = eqn.params["jaxpr"], other.params["jaxpr"]
+        if has_one and (of_two := trace(2, is_alone=False)) is not None:
+            one, two = of_two, trace(2, is_alone=True)
+        if two is None:  # a number of workers or of rows is written in it
+            if (has_one and one is program) or trace(1, is_alone=False) is None:
+                return cls([], [], workers)
+            two, is_alone = trace(4 if has_one else 2, is_alone=False), False
+        (eqn, variables), factor = _shard_map_in(one), workers if is_alone else 2
+        inputs = dict(zip(variables, (_ROWS if has else Scaling() for has in has_rows), strict=True))
+        if two is None:
+            return cls([_NEITHER] * len(eqn.outvars), [_NEITHER], workers)
+        walk, bodies = _Walk(workers, factor, axes, is_alone), [_shard_map_in(x)[0].params["jaxpr"] for x in (one, two)]
         numbers = _compare(*bodies, [inputs.get(var, Scaling()) for var in eqn.invars], walk)
+        if numbers[:1] == [_NEITHER]:
+            return cls(numbers, [_NEITHER], workers)
+        if not is_alone:  # of what all workers have, no sum is told from a mean
+            numbers, walk.gradients = (
+                [_NEITHER if x.is_own and math.isfinite(x.power) and x.power != 0 else x for x in known]
+                for known in (numbers, walk.gradients)
+            )
         # A state, such as the variance that a normalisation tracks, is of each worker's rows by intention. Where there
         # is one, rows are normalised by intention as well.
         outs = list(zip(numbers, *(inner_jaxpr(body).outvars for body in bodies), strict=True))
@@ -209,8 +232,6 @@ class StepScaling(NamedTuple):
             )
             for gradient in walk.gradients
         ]
-        if numbers[:1] == [_NEITHER]:
-            return cls([], [], workers) if has_one else cls(numbers, [_NEITHER], workers)
         return cls(numbers, gradients, workers)
 
     def check(
@@ -246,7 +267,8 @@ class StepScaling(NamedTuple):
         # In the backward pass of a normalisation by own statistics there are such ratios as well.
         pairs = [("gradients", number._replace(is_ratio=False)) for number in self.gradients] + pairs
         warn("is_quotient", pairs)
-        warn("is_unknown", pairs + [(name, x) for name, x in zip(names, self.outputs, strict=False) if x.is_of_parts])
+        others = [(name, x) for name, x in zip(names, self.outputs, strict=False) if x.is_of_parts]
+        warn("is_unknown", [(name, x) for name, x in pairs + others if not x.is_multiple])
         warn("is_of_mean", ((name, x) for name, x in pairs if not (name == "gradients" and x.is_curved and feeds_back)))
 
 
@@ -280,6 +302,12 @@ def warn(flaw: str, numbers: Iterable[tuple[str, Scaling]]) -> None:
     """Warns of the numbers, by name, that have a flaw of `WARNINGS`."""
     if names := dict.fromkeys(name for name, number in numbers if getattr(number, flaw)):
         warnings.warn(f"{', '.join(names)}: {WARNINGS[flaw]}", stacklevel=3)
+
+
+def _shard_map_in(program: Any) -> tuple[Any, list[Any]]:
+    """Returns the one `jax.shard_map` of a program, an equation, and the program's arguments."""
+    (eqn,) = [eqn for eqn in program.jaxpr.eqns if eqn.primitive.name == "shard_map"]
+    return eqn, program.jaxpr.invars
 
 
 class _DifferentError(Exception):
@@ -338,6 +366,8 @@ class _Walk:
                 continue
             two = next(counterparts, None)
             if two is None or one.primitive.name != two.primitive.name or len(one.invars) != len(two.invars):
+                raise _DifferentError
+            if one.primitive.name in _BY_ELEMENT and _is_repeated(one, two):
                 raise _DifferentError
             operands = [read(*pair) for pair in zip(one.invars, two.invars, strict=True)]
             outer = self.is_backward
@@ -437,6 +467,13 @@ class _Walk:
             )
             is_mixed = is_sum and len(finite) > 1 and marks["is_own"]
             joined = _joined(terms)
+            if (
+                is_mixed
+                and self.is_alone
+                and self.is_backward
+                and any(x.is_shared and x.power == min(finite) for x in terms)
+            ):
+                joined = joined._replace(is_multiple=True)
             return joined._replace(is_mixed=joined.is_mixed or is_mixed)
         if name in ("mul", "div"):
             return self._of_product(one, two, *operands)
@@ -746,6 +783,12 @@ def _picked(places: Sequence[Scaling], number: Scaling) -> Scaling:
     if any(place.is_own and (math.isnan(place.power) or place.is_extreme) for place in places):  # an order
         return _UNKNOWN._replace(**marks)
     return number._replace(**{name: marks[name] for name in ("is_curved", "is_normalised", "is_by_place", "is_alike")})
+
+
+def _is_repeated(one: PyTree, two: PyTree) -> bool:
+    """Returns whether an equation by element repeats an only row beside an array that has no rows."""
+    row_axes = axes_of_rows(one.outvars[0], two.outvars[0])
+    return any(not set(axes_of_rows(*pair)) <= set(row_axes) for pair in zip(one.invars, two.invars, strict=True))
 
 
 def _is_huge(number: Scaling) -> bool:

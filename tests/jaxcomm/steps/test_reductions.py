@@ -760,6 +760,71 @@ def test_rows_fixed_in_a_foreign_step_warn():
         jc.data_parallel(train_step, jc.make_mesh(data=K))(state, BATCH)
 
 
+def with_whole_targets(params, batch):
+    return jnp.square(batch["x"] @ params["w"] - batch["y"]).mean()
+
+
+def by_labels(p, b):
+    return -jax.nn.log_softmax(b["x"] * p["w"])[jnp.arange(len(b["x"])), jnp.int32(b["y"] > 0)]
+
+
+# A loss of one row for each worker; what `data_parallel` says, and what `make_train_step`; "" if it is a mean.
+OF_ONE_ROW = {
+    "a sum": (lambda p, b: squares(p, b).sum(), "a sum", "a sum"),
+    "a sum by labels": (lambda p, b: by_labels(p, b).sum(), "a sum", "a sum"),
+    "a root": (lambda p, b: jnp.sqrt(by_labels(p, b).mean()), OF_MEAN, OF_MEAN),
+    "pairs": (lambda p, b: jnp.square((x := b["x"] * p["w"])[:, None] - x).mean(), UNKNOWN, UNKNOWN),
+    "negatives": (
+        lambda p, b: -jax.nn.log_softmax((x := b["x"] * p["w"]) @ x.T).diagonal().mean(),
+        UNKNOWN,
+        UNKNOWN,
+    ),
+    "a mean": (lambda p, b: squares(p, b).mean(), "", ""),
+    "a mean by labels": (lambda p, b: by_labels(p, b).mean(), "", ""),
+    "whole targets": (with_whole_targets, UNKNOWN, UNKNOWN),
+    "whole targets of all": (
+        lambda p, b: jnp.square(jax.lax.all_gather(b["x"] @ p["w"], "data", tiled=True) - b["y"]).mean(),
+        "",
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_ONE_ROW)
+def test_one_row_for_each_worker(name):
+    """It is no other loss than that of several."""
+    loss, *messages = OF_ONE_ROW[name]
+    batch, axis = jax.tree.map(lambda x: x[:K], BATCH), {"x": 0, "y": None if "whole" in name else 0}
+    train_step, state = foreign(loss)
+    step = jc.make_train_step(loss, jc.chain(jc.plump_dp(), TX), jc.make_mesh(data=K), batch_axis=axis)
+    calls = (
+        lambda: jc.data_parallel(train_step, jc.make_mesh(data=K), batch_axis=axis)(state, batch),
+        lambda: step(step.init(PARAMS), batch),
+    )
+    for call, message in zip(calls, messages, strict=True):
+        with (
+            pytest.raises(ValueError, match="must be a mean over rows")
+            if message == "a sum"
+            else pytest.warns(match=message)
+            if message
+            else contextlib.nullcontext()
+        ):
+            call()
+
+
+def test_workers_fixed_in_a_foreign_step():
+    """A step of no other number of workers is compared with itself for twice as many rows."""
+
+    def loss(params, batch, reduce):
+        gathered = jax.lax.all_gather(squares(params, batch), "data").reshape(K * len(batch["x"]))
+        return reduce(squares(params, batch) - jax.lax.stop_gradient(gathered.mean()))
+
+    for reduce in (jnp.mean, jnp.sum):
+        train_step, state = foreign(functools.partial(loss, reduce=reduce))
+        with pytest.warns(match=f"^gradients, 1: {UNKNOWN}") if reduce is jnp.sum else contextlib.nullcontext():
+            jc.data_parallel(train_step, jc.make_mesh(data=K))(state, BATCH)
+
+
 def test_metrics_of_a_foreign_step():
     train_step, state = foreign(with_metrics, has_metrics=True)
     mesh = jc.make_mesh(data=K)
