@@ -368,6 +368,8 @@ class DataParallel:
             inputs = [marks | {LINEAR} if i < len(names) and is_summed[i] else marks for i, marks in enumerate(inputs)]
             varying = varying_outputs(traced.jaxpr, inputs, frozenset(axes))
         hows = self._hows(about, out.arrays, varying, scalars, counts)
+        checked = [how * (how == "sum" or x.dtype != bool) for how, x in zip(hows, out.arrays, strict=True)]
+        scaling.check_named([leaf.name for leaf in about], checked, [LINEAR in marks for marks in varying], self._said)
         pairs = zip(about, hows, strict=True)  # a metric of NNX has sums and counts, whose quotient is the mean
         scaling.check(
             [leaf.name for leaf in about],
@@ -586,9 +588,10 @@ def data_parallel(
         for a batch that does not divide, or that has local arrays where there are several processes; for outputs that
         differ between workers and of which nothing is said; for gradients of a loss that is a sum over rows, and for
         scalars that are sums or extremes over rows and are not named (a quotient of sums over a worker's own rows
-        warns); for a pattern that finds nothing; for gradients that do not differ; for collectives of gradients or
-        updates outside the exchange; for a static argument that cannot be hashed. At the first call and at every check,
-        for rows that are not those of their workers; at a check, for replicated state that differs.
+        warns); for a pattern that finds nothing, or what is no sum or maximum; for gradients that do not differ; for
+        collectives of gradients or updates outside the exchange; for a static argument that cannot be hashed. At the
+        first call and at every check, for rows that are not those of their workers; at a check, for replicated state
+        that differs.
     """
     if check_every is not None:
         check_count("check_every", check_every, 1, "None never checks")

@@ -17,7 +17,7 @@ from jaxcomm.exchange import leaf_name
 from jaxcomm.kernels.numerics import largest_by, widened
 from jaxcomm.state import is_averaged, trained, with_untrained
 from jaxcomm.steps.batch import Batch
-from jaxcomm.steps.reductions import KINDS, NOTES, flaw_of_extreme, flaw_of_sum, scalings, warn
+from jaxcomm.steps.reductions import KINDS, NOTES, check_named, scalings, warn
 from jaxcomm.steps.scaling import Scaling
 from jaxcomm.types import ExchangeMetrics, Params, PyTree
 
@@ -175,14 +175,8 @@ class Scalars(NamedTuple):
     def _check_names(self, numbers: Mapping[str, Scaling]) -> None:
         """Refuses names of sums and maxima that are none."""
         for name, number in numbers.items():
-            how = self.of(name)
-            if how == "mean" or (number.is_unknown and not number.is_mixed):
-                continue
-            if flaw := flaw_of_sum(number) if how == "sum" else flaw_of_extreme(number):
-                raise ValueError(
-                    f"{how}= must name {KINDS[how]} over a worker's own rows, and nothing else; got "
-                    f"{getattr(self, how)!r}, which finds {name!r}, {flaw}. Narrow the pattern, or return it without."
-                )
+            if (how := self.of(name)) != "mean":
+                check_named(number, name, how, getattr(self, how))
 
     def of_all(self, name: str, value: Any, axis_name: AxisName) -> jax.Array:
         """Returns what is the sum or the mean if it is averaged over micro-batches and workers; a worker's own maximum.

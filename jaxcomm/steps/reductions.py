@@ -9,7 +9,7 @@ import contextlib
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -83,6 +83,17 @@ def flaw_of_sum(number: Scaling) -> str:
 def flaw_of_extreme(number: Scaling) -> str:
     """Returns what is wrong with a number whose maximum over the workers is taken; "" if nothing is."""
     return "no extreme" if number.is_own and not (number.is_extreme or number.is_gathered) else ""
+
+
+def check_named(number: Scaling, name: str, how: str, pattern: str | None) -> None:
+    """Refuses what the pattern of sums or maxima finds and what is none, as far as it is known."""
+    if number.is_unknown and not number.is_mixed:
+        return
+    if flaw := flaw_of_sum(number) if how == "sum" else flaw_of_extreme(number):
+        raise ValueError(
+            f"{how}= must name {KINDS[how]} over a worker's own rows, and nothing else; got {pattern!r}, which finds "
+            f"{name!r}, {flaw}. Narrow the pattern, or return it without."
+        )
 
 
 def scalings(function: Callable[..., Any], rows: Sequence[Any], workers: int, axes: Sequence[str] = ()) -> Any:
@@ -233,6 +244,15 @@ class StepScaling(NamedTuple):
             for gradient in walk.gradients
         ]
         return cls(numbers, gradients, workers)
+
+    def check_named(
+        self, names: Sequence[str], hows: Sequence[str], go_on: Sequence[bool], patterns: Mapping[str, str | None]
+    ) -> None:
+        """Refuses outputs by `hows` "sum" and "max" that are none; a sum may go on from that of the step before."""
+        for name, how, goes_on, number in zip(names, hows, go_on, self.outputs, strict=False):
+            if how in ("sum", "max"):
+                known = number._replace(is_mixed=number.is_mixed and not goes_on)
+                check_named(known, name, how, patterns[how])
 
     def check(
         self, names: Sequence[str], averaged: Sequence[str], of_rows: Sequence[str] = (), feeds_back: bool = False

@@ -97,6 +97,46 @@ def test_a_count_that_the_step_sums():
     assert trained(DENSE, {"seen": 0}, count, on_workers())["seen"] == 32
 
 
+def losses_by_name(statistics, params, batch):
+    losses, old = losses_of(params, batch), statistics["old"]
+    return {
+        "old": 0.9 * old + losses.sum(),
+        "average": 0.9 * old + 0.1 * losses.mean(),
+        "loss": {"total": losses.mean(), "count": jnp.float32(1)},
+        "both": losses.sum() + jnp.sum(params["w"] ** 2),
+        "max": losses.max(),
+        "max_mean": losses.mean(),
+        "any": losses.mean() > 3,
+    }
+
+
+NAMED = {
+    "a mean": ("loss", {"sum": "old|total"}, "'old.total', which finds '1/loss/total', no sum"),
+    "a running mean": ("average", {"sum": "old|average"}, "which finds '1/average', no sum"),
+    "other terms": ("both", {"sum": "old|both"}, "which finds '1/both', a sum with other terms"),
+    "a mean by the name of a maximum": ("max_mean", {"sum": "old", "max": "max"}, "finds '1/max_mean', no extreme"),
+    "a maximum": ("max", {"sum": "old", "max": "max"}, ""),
+    "whether any": ("any", {"sum": "old", "max": "any"}, ""),
+}
+
+
+@pytest.mark.parametrize("case", NAMED)
+def test_what_a_pattern_must_not_find(case):
+    name, options, message = NAMED[case]
+
+    def some(statistics, params, batch):
+        found = losses_by_name(statistics, params, batch)
+        return {"old": found["old"], name: found[name]}
+
+    start = {"old": jnp.float32(1)}
+    if message:
+        with pytest.raises(ValueError, match=message):
+            trained(DENSE, start, some, on_workers(**options), count=1)
+        return
+    results = trained(DENSE, start, some, on_workers(**options), count=1), trained(optax.sgd(0.1), start, some, count=1)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), *results)
+
+
 def test_a_number_equal_to_the_rows():
     def cycle(statistics, params, batch):
         return {"turn": (statistics["turn"] + 1) % (ROWS // K)}
