@@ -17,6 +17,8 @@ from jaxcomm.checks import check_count, check_range, check_transformation
 from jaxcomm.collectives import dense_mean
 from jaxcomm.collectives.axis import AxisName, in_axes_of_workers, is_tracked, to_varying, varies, zeros_of
 from jaxcomm.exchange import (
+    ARGUMENTS,
+    DELAYED,
     SCOPE,
     clips_in,
     get_exchange,
@@ -149,7 +151,7 @@ def average_extra_args(extra_args: dict[str, Any], mean_gradient: PyTree, axes: 
 
     def mean(tree: PyTree) -> PyTree:
         leaves, treedef = jax.tree.flatten(tree)
-        with jax.named_scope(SCOPE):
+        with jax.named_scope(SCOPE), jax.named_scope(ARGUMENTS):
             return treedef.unflatten(dense_mean(to_varying([jnp.asarray(leaf) for leaf in leaves], axes), axes)[0])
 
     def mean_of(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -254,8 +256,9 @@ def _delayed(composed: optax.GradientTransformationExtraArgs) -> optax.GradientT
                 "delay out, or that link."
             ) from error
         inner = keep_states_unless(get_exchange(inner).metrics.skipped == 0, inner, state.inner)
-        updates = to_varying(updates, axes)
-        rows = jax.tree.map(lambda update, row: update[None].astype(row.dtype), updates, state.gradients.rows)
+        with jax.named_scope(DELAYED):
+            updates = to_varying(updates, axes)
+            rows = jax.tree.map(lambda update, row: update[None].astype(row.dtype), updates, state.gradients.rows)
         return out, DelayedState(inner, PerWorker(rows, axes))
 
     typed: tuple[Any, Any] = init, update

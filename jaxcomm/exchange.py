@@ -47,6 +47,8 @@ P = ParamSpec("P")
 _INDEX_BITS = 16  # of the number that says of which worker a row is
 _FROZEN = "optax.set_to_zero"
 SCOPE = "jaxcomm.update"  # the `jax.named_scope` of a whole exchange, with all of its collectives
+DELAYED = "jaxcomm.delayed"  # that of the gradients that the exchange of the next step takes
+ARGUMENTS = "jaxcomm.arguments"  # inside `SCOPE`, that of the loss and gradient that a line search takes
 _IS_PART: ContextVar[bool] = ContextVar("of a part of the parameters", default=False)
 # Chooses leaves: a regular expression that is searched for in a leaf's path ("encoder/kernel"), or a function of the
 # path and the leaf, which may read the leaf's shape and dtype.

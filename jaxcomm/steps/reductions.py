@@ -28,7 +28,7 @@ from jaxcomm.accounting.jaxpr import (
     scan_counts,
 )
 from jaxcomm.collectives.axis import abstract_mesh
-from jaxcomm.exchange import SCOPE
+from jaxcomm.exchange import ARGUMENTS, DELAYED, SCOPE
 from jaxcomm.steps.places import INDEXED, READ, axes_of_rows, differs, is_at_place, is_part, with_places
 from jaxcomm.steps.scaling import Integers, Scaling
 from jaxcomm.types import PyTree
@@ -281,8 +281,8 @@ class StepScaling(NamedTuple):
                     "jax.lax.pmean(x, axis) in the step."
                 )
         warn("is_share", ((name, x) for name, x in zip(of_rows, self.outputs, strict=False) if name))
-        warn("is_alike", pairs)
         gradients = [("gradients", number) for number in self.gradients]
+        warn("is_alike", gradients + pairs)
         warn("is_multiple", [*gradients, *zip(names, self.outputs, strict=False)])
         # In the backward pass of a normalisation by own statistics there are such ratios as well.
         pairs = [("gradients", number._replace(is_ratio=False)) for number in self.gradients] + pairs
@@ -361,6 +361,7 @@ class _Walk:
         self.workers, self.factor, self.axes, self.is_alone = workers, factor, frozenset(axes), is_alone
         self.gradients: list[Scaling] = []
         self.is_backward = False  # whether the equation is one of a backward pass, or inside of one
+        self.is_in_while = False  # whether it is inside of a loop of any number of turns, as those of a line search are
 
     def outputs(self, program: Any, other: Any, inputs: Sequence[Scaling]) -> list[Scaling]:
         first, second = inner_jaxpr(program), inner_jaxpr(other)
@@ -379,10 +380,11 @@ class _Walk:
         counterparts = (eqn for eqn in second.eqns if SCOPE not in str(eqn.source_info.name_stack))
         for one in first.eqns:
             stack = str(one.source_info.name_stack)
-            if SCOPE in stack:
+            if (SCOPE in stack or DELAYED in stack) and not (ARGUMENTS in stack and self.is_in_while):
                 is_float = [jnp.issubdtype(var.aval.dtype, jnp.floating) for var in one.invars]
                 numbers = [read(var, var) for var, floating in zip(one.invars, is_float, strict=True) if floating]
                 self.gradients += [number for number in numbers if number.is_own]
+            if SCOPE in stack:
                 continue
             two = next(counterparts, None)
             if two is None or one.primitive.name != two.primitive.name or len(one.invars) != len(two.invars):
@@ -438,10 +440,12 @@ class _Walk:
             ]
         if name != "while":
             return [self._of_primitive(one, two, operands)] * len(one.outvars)
+        outer, self.is_in_while = self.is_in_while, True
         try:
             outputs = self._of_while(one, two, operands)
         except _DifferentError:
             outputs = [self._of_primitive(one, two, operands)] * len(one.outvars)
+        self.is_in_while = outer
         carried = _NEITHER._replace(is_gathered=any(map(jaxpr_communicates, inner[0])))  # as a line search does
         pairs = zip(outputs, one.outvars, two.outvars, strict=True)
         return [out if differs(*pair) or not out.is_own else carried for out, *pair in pairs]
@@ -651,13 +655,12 @@ class _Walk:
         """What a loop does once it may do any number of times; a loop of each row's own ends with its last row."""
         consts = one.params["cond_nconsts"], one.params["body_nconsts"]
         own, carry = operands[consts[0] : sum(consts)], operands[sum(consts) :]
-        outs, gradients = [x._replace(places=None) for x in carry], [*self.gradients]
+        outs = [x._replace(places=None) for x in carry]
         for _ in range(2):
             outs = self.outputs(one.params["body_jaxpr"], two.params["body_jaxpr"], [*own, *outs])
             outs = [_joined([x, start])._replace(places=None) for x, start in zip(outs, carry, strict=True)]
         whole, condition = _joined(operands), inner_jaxpr(one.params["cond_jaxpr"])
         ends = self.outputs(condition, two.params["cond_jaxpr"], [*operands[: consts[0]], *outs])[0]
-        self.gradients = gradients  # without those that a line search exchanges
         # A loop of each row's own, by jax.vmap, asks for each row, or whether there is any.
         is_any = any(eqn.primitive.name == "reduce_or" and eqn.outvars == condition.outvars for eqn in condition.eqns)
         is_any |= condition.outvars[0].aval.ndim > 0

@@ -1134,3 +1134,35 @@ def test_a_loss_that_is_not_returned(exchange, is_root, is_clipped, warns):
     step, state = jc.data_parallel(train_step, jc.make_mesh(data=K)), (PARAMS, chain.init(PARAMS))
     with pytest.warns(UserWarning, match="^gradients: computed from a mean") if warns else contextlib.nullcontext():
         step(state, BATCH)
+
+
+def with_noise(params, batch):
+    return (squares(params, batch) * jax.random.bernoulli(jax.random.key(0), 0.5, batch["y"].shape)).mean()
+
+
+# Losses that are not returned, and what is said of their gradients.
+HIDDEN = {
+    "a mean": (lambda p, b: squares(p, b).mean(), contextlib.nullcontext),
+    "a sum": (
+        lambda p, b: squares(p, b).sum(),
+        lambda: pytest.raises(ValueError, match="got the gradient of a sum"),
+    ),
+    "noise": (with_noise, lambda: pytest.warns(match="^gradients: computed with random numbers of rows")),
+}
+
+
+@pytest.mark.parametrize("place", ["in its step", "in the next step", "in a loop"])
+@pytest.mark.parametrize("name", HIDDEN)
+def test_gradients_wherever_they_are_exchanged(name, place):
+    (loss, expected), chain = HIDDEN[name], jc.chain(jc.plump_dp(), TX, delay=int(place == "in the next step"))
+
+    def train_step(state, batch):
+        def turn(state):
+            params, opt_state, turns = state
+            updates, opt_state = chain.update(jax.grad(loss)(params, batch), opt_state, params)
+            return optax.apply_updates(params, updates), opt_state, turns - 1
+
+        return jax.lax.while_loop(lambda state: state[2] > 0, turn, state) if place == "in a loop" else turn(state)
+
+    with expected():
+        jc.data_parallel(train_step, jc.make_mesh(data=K))((PARAMS, chain.init(PARAMS), np.int32(2)), BATCH)
