@@ -123,7 +123,7 @@ def scalings(function: Callable[..., Any], rows: Sequence[Any], workers: int, ax
         except Exception:
             numbers = [_NEITHER] * len(inner_jaxpr(one).outvars)
             break
-        numbers = _compare(one, two, [_ROWS] * len(rows), _Walk(workers, 2, axes))
+        numbers = _compare(one, two, [_ROWS] * len(rows), _Walk(workers, 2, axes, has_one=has_one))
         if numbers[:1] != [_NEITHER]:
             break
     is_compared = not any(number is _NEITHER for number in numbers)
@@ -132,7 +132,7 @@ def scalings(function: Callable[..., Any], rows: Sequence[Any], workers: int, ax
         with contextlib.suppress(Exception):
             alone = jax.make_jaxpr(function, axis_env=[(axis, 1) for axis in axes])(_times(avals, factor * workers))
         if alone is not None:
-            others = _compare(one, alone, [_ROWS] * len(rows), _Walk(workers, workers, axes, is_alone=True))
+            others = _compare(one, alone, [_ROWS] * len(rows), _Walk(workers, workers, axes, True, has_one))
             if others[:1] != [_NEITHER]:
                 numbers = [number.beside(other) for number, other in zip(numbers, others, strict=True)]
     return jax.tree.unflatten(jax.tree.structure(out), numbers)
@@ -214,7 +214,8 @@ class StepScaling(NamedTuple):
         inputs = dict(zip(variables, (_ROWS if has else Scaling() for has in has_rows), strict=True))
         if two is None:
             return cls([_NEITHER] * len(eqn.outvars), [_NEITHER], workers)
-        walk, bodies = _Walk(workers, factor, axes, is_alone), [_shard_map_in(x)[0].params["jaxpr"] for x in (one, two)]
+        walk = _Walk(workers, factor, axes, is_alone, has_one)
+        bodies = [_shard_map_in(x)[0].params["jaxpr"] for x in (one, two)]
         numbers = _compare(*bodies, [inputs.get(var, Scaling()) for var in eqn.invars], walk)
         if numbers[:1] == [_NEITHER]:
             return cls(numbers, [_NEITHER], workers)
@@ -287,7 +288,7 @@ class StepScaling(NamedTuple):
         # In the backward pass of a normalisation by own statistics there are such ratios as well.
         pairs = [("gradients", number._replace(is_ratio=False)) for number in self.gradients] + pairs
         warn("is_quotient", pairs)
-        others = [(name, x) for name, x in zip(names, self.outputs, strict=False) if x.is_of_parts]
+        others = [(name, x) for name, x in zip(names, self.outputs, strict=False) if x.is_of_parts or x.is_sized]
         warn("is_unknown", [(name, x) for name, x in pairs + others if not x.is_multiple])
         warn("is_of_mean", ((name, x) for name, x in pairs if not (name == "gradients" and x.is_curved and feeds_back)))
 
@@ -321,7 +322,8 @@ WARNINGS = {
 def warn(flaw: str, numbers: Iterable[tuple[str, Scaling]]) -> None:
     """Warns of the numbers, by name, that have a flaw of `WARNINGS`."""
     if names := dict.fromkeys(name for name, number in numbers if getattr(number, flaw)):
-        warnings.warn(f"{', '.join(names)}: {WARNINGS[flaw]}", stacklevel=3)
+        others = " and others" if len(names) > 8 else ""
+        warnings.warn(f"{', '.join(list(names)[:8])}{others}: {WARNINGS[flaw]}", stacklevel=3)
 
 
 def _shard_map_in(program: Any) -> tuple[Any, list[Any]]:
@@ -354,11 +356,13 @@ class _Walk:
       factor: n, how many times as many rows the second trace has.
       axes: the axes of workers.
       is_alone: whether the second trace is of an only worker, which has the rows of all.
+      has_one: whether a worker has one row, and the first trace two: the first of them is all of an only one.
       gradients: what enters an exchange and is computed from own rows, as far as the walk has come.
     """
 
-    def __init__(self, workers: int, factor: int, axes: Sequence[str], is_alone: bool = False):
-        self.workers, self.factor, self.axes, self.is_alone = workers, factor, frozenset(axes), is_alone
+    def __init__(self, workers: int, factor: int, axes: Sequence[str], is_alone: bool = False, has_one: bool = False):
+        self.workers, self.factor, self.axes = workers, factor, frozenset(axes)
+        self.is_alone, self.has_one = is_alone, has_one
         self.gradients: list[Scaling] = []
         self.is_backward = False  # whether the equation is one of a backward pass, or inside of one
         self.is_in_while = False  # whether it is inside of a loop of any number of turns, as those of a line search are
@@ -407,6 +411,7 @@ class _Walk:
                     )
                     for out in outs
                 ]
+            outs = [_with_size(out, var) for out, var in zip(outs, one.outvars, strict=True)]
             known.update(zip(one.outvars, outs, strict=True))
         if next(counterparts, None) is not None:
             raise _DifferentError
@@ -428,6 +433,8 @@ class _Walk:
             has_backward = name.startswith("custom_vjp_call")
             outs = self.outputs(programs[0], programs[1], operands)
             return [x._replace(has_backward=x.has_backward or has_backward) for x in outs]
+        if self.has_one and _is_first(one, two):
+            return operands[:1]
         if name in _KEEP and not _is_shifted(one, two):
             if is_part(one, two, operands[0].blocks) and operands[0].stacks <= 1:
                 operands = [operands[0]._replace(is_by_place=True)]
@@ -455,7 +462,8 @@ class _Walk:
         powers = [operand.power for operand in operands]
         if name in INDEXED and _points_at_rows(one, two, operands[1]):
             return _UNKNOWN._replace(**marks)
-        if is_at_place(one, two, operands):
+        is_of_one = self.has_one and name in ("gather", "dynamic_slice") and not differs(one.outvars[0], two.outvars[0])
+        if not is_of_one and is_at_place(one, two, operands):
             operands = [operands[0]._replace(is_by_place=True), *operands[1:]]
             marks = _marks(operands)
         if name in _PICK:
@@ -641,15 +649,27 @@ class _Walk:
             jnp.issubdtype(jnp.result_type(one), jnp.integer) or jnp.result_type(one) == jnp.bool_
         )
         places = Integers(np.asarray(one)) if is_read and jnp.size(one) < READ else None
-        if not all(map(_is_number, (one, two))):
-            is_by_place = jnp.shape(one) != jnp.shape(two)
-            return Scaling(is_by_place=is_by_place, stacks=int(is_by_place), places=places)
-        one, two = (float(np.asarray(x).flat[0]) for x in (one, two))
-        if one == two or math.isnan(one):
-            return Scaling(-math.inf if one == 0 else 0, constant=one, places=places)
+        if all(map(_is_number, (one, two))):
+            one, two = (float(np.asarray(x).flat[0]) for x in (one, two))
+            if one == two or math.isnan(one):
+                return Scaling(-math.inf if one == 0 else 0, constant=one, places=places)
+            power = self._power_of(one, two)
+            return Scaling(power, places=places, constant=one, is_sized=math.isnan(power))
+        if jnp.shape(one) != jnp.shape(two):
+            return Scaling(is_by_place=True, stacks=1, places=places)
+        if not all(map(_is_read, (one, two))):
+            return Scaling(places=places)
+        if np.array_equal(one, two):
+            return Scaling(places=places)
+        pairs = zip(np.asarray(one).flat, np.asarray(two).flat, strict=True)
+        powers = {self._power_of(float(x), float(y)) for x, y in pairs if x != 0 or y != 0}
+        power = powers.pop() if len(powers) == 1 else math.nan
+        return Scaling(power, places=places, is_sized=math.isnan(power))
+
+    def _power_of(self, one: float, two: float) -> float:
+        """Returns to which power of the rows a number has grown; NaN for none."""
         power = math.log(two / one, self.factor) if math.isfinite(one * two) and one * two > 0 else 0.5
-        power = round(power) if math.isclose(power, round(power), abs_tol=1e-6) else math.nan
-        return Scaling(power, places=places, constant=one)
+        return round(power) if math.isclose(power, round(power), abs_tol=1e-6) else math.nan
 
     def _of_while(self, one: PyTree, two: PyTree, operands: list[Scaling]) -> list[Scaling]:
         """What a loop does once it may do any number of times; a loop of each row's own ends with its last row."""
@@ -803,9 +823,17 @@ def _same(operands: Sequence[Scaling]) -> Scaling:
 def _picked(places: Sequence[Scaling], number: Scaling) -> Scaling:
     """Returns the scaling of what is picked from numbers by others: not known for an order of rows, or its like."""
     marks = _marks([*places, number])
-    if any(place.is_own and (math.isnan(place.power) or place.is_extreme) for place in places):  # an order
+    is_order = any(place.is_own and (math.isnan(place.power) or place.is_extreme) for place in places)
+    if is_order or any(place.is_sized and math.isnan(place.power) for place in places):
         return _UNKNOWN._replace(**marks)
     return number._replace(**{name: marks[name] for name in ("is_curved", "is_normalised", "is_by_place", "is_alike")})
+
+
+def _with_size(number: Scaling, var: Any) -> Scaling:
+    """Returns a number, marked if it comes of a number of rows in another way than by products; not so a place."""
+    is_of_rows = number.is_own or number.is_shared or number.is_by_place or number.is_of_worker
+    is_new = math.isnan(number.power) and not is_of_rows and not var.aval.shape
+    return number._replace(is_sized=(number.is_sized or is_new) and not number.is_by_place)
 
 
 def _is_repeated(one: PyTree, two: PyTree) -> bool:
@@ -821,10 +849,22 @@ def _is_huge(number: Scaling) -> bool:
 
 def _is_number(x: Any) -> bool:
     """Returns whether a constant is a real number that can be read, or an array of equal ones."""
+    return _is_read(x) and (jnp.ndim(x) == 0 or bool((np.asarray(x) == np.asarray(x).flat[0]).all()))
+
+
+def _is_read(x: Any) -> bool:
+    """Returns whether a constant, of real numbers, can be read."""
     is_real = any(jnp.issubdtype(jnp.result_type(x), kind) for kind in (jnp.bool_, jnp.integer, jnp.floating))
     if not is_real or isinstance(x, Tracer) or not getattr(x, "is_fully_addressable", True):
         return False
-    return jnp.ndim(x) == 0 or (0 < x.size < READ and bool((np.asarray(x) == np.asarray(x).flat[0]).all()))
+    return 0 < jnp.size(x) < READ
+
+
+def _is_first(one: PyTree, two: PyTree) -> bool:
+    """Returns whether the first of all rows is taken."""
+    if one.primitive.name != "slice" or not (row_axes := axes_of_rows(one.invars[0], two.invars[0])):
+        return False
+    return all(one.params["start_indices"][axis] == 0 and one.params["limit_indices"][axis] == 1 for axis in row_axes)
 
 
 def _is_shifted(one: PyTree, two: PyTree) -> bool:

@@ -37,6 +37,7 @@ class Scaling(NamedTuple):
       is_by_place: whether it depends on where a row stands among a worker's own, as `jnp.arange(len(x))` does.
       is_of_worker: whether it depends on the worker's number.
       is_alike: whether random numbers of rows are in it whose key is the same on all workers.
+      is_sized: whether it depends on a worker's number of rows, and not in proportion to a power of it.
       stacks: how many arrays of all rows stand one behind another along the axis of rows; 0 if all rows are equal.
       blocks: into how many blocks rows were cut, each of rows that stand together; 0 if they were not.
       places: its integers, if they are computed from constants of the program alone.
@@ -65,6 +66,7 @@ class Scaling(NamedTuple):
     is_by_place: bool = False
     is_of_worker: bool = False
     is_alike: bool = False
+    is_sized: bool = False
     stacks: int = 0
     blocks: int = 0
     places: Integers | None = None
@@ -90,7 +92,8 @@ class Scaling(NamedTuple):
         is_power = self.is_shared and not (self.is_own or self.is_total or math.isnan(self.power))
         if is_power and self.power not in (0, 1, -math.inf):  # as the root of the mean of the workers' sums
             return True
-        return self.is_of_parts or (self.is_own and not self.is_gathered and is_neither)
+        is_of_size = self.is_sized and math.isnan(self.power)
+        return self.is_of_parts or is_of_size or (self.is_own and not self.is_gathered and is_neither)
 
     @property
     def is_share(self) -> bool:
@@ -120,8 +123,10 @@ class Scaling(NamedTuple):
         """
         is_part = self.power == 0 and alone.power == 1 and alone.is_own
         is_multiple = alone.power == -1 and (alone.is_own or len(alone.summed) > 0)
+        is_of_all = self.is_sized and not (alone.is_sized or self.is_shared)  # by a number of the rows of all
         return self._replace(
-            power=1 if is_part else self.power,
+            power=1 if is_part else alone.power if is_of_all else self.power,
             is_multiple=self.is_multiple or is_multiple,
             is_alike=self.is_alike and alone.is_alike,  # not of the rows of all, which are as many in both
+            is_sized=self.is_sized and alone.is_sized,
         )

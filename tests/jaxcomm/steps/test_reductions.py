@@ -825,6 +825,55 @@ def test_workers_fixed_in_a_foreign_step():
             jc.data_parallel(train_step, jc.make_mesh(data=K))(state, BATCH)
 
 
+# Functions of rows and of a state that depend on the number of rows, and whether that is a worker's own.
+SIZED = {
+    "a decay": (lambda x, s: 0.5 ** (len(x) / 40) * s["mean"] + 1, True),
+    "a rate": (lambda x, s: s["mean"] * np.sqrt(len(x) / 32), True),
+    "an epoch": (lambda x, s: jnp.where(s["step"] // (50 // len(x)) < 1, 1.0, 0.1), True),
+    "a curriculum": (lambda x, s: jnp.where(s["step"] * len(x) < 20, (x * x).mean(), jnp.abs(x).mean()), True),
+    "a branch": (lambda x, s: jax.lax.cond(s["step"] * len(x) < 20, lambda: 0.1, lambda: 0.2), True),
+    "a schedule": (lambda x, s: 1 - jnp.cos(s["step"] * len(x) / 100), True),
+    "weights": (lambda x, s: (x.mean(0) * np.arange(1, 5, dtype=np.float32) ** (len(x) / 4)).mean(), True),
+    "a decay of all": (lambda x, s: 0.5 ** (of_workers(x) / 40) * s["mean"] + 1, False),
+    "an epoch of all": (lambda x, s: jnp.where(s["step"] // (50 // of_workers(x)) < 1, 1.0, 0.1), False),
+    "a curriculum of all": (
+        lambda x, s: jnp.where(s["step"] * of_workers(x) < 20, (x * x).mean(), jnp.abs(x).mean()),
+        False,
+    ),
+    "rows by number": (lambda x, s: jnp.take(x, jnp.arange(len(x)), axis=0).mean(), False),
+    "the same weights": (lambda x, s: (x.mean(0) * np.arange(1, 5, dtype=np.float32)).mean(), False),
+}
+
+
+def of_workers(x):
+    return len(x) * jax.lax.axis_size("data")
+
+
+@pytest.mark.parametrize("name", SIZED)
+def test_what_depends_on_the_number_of_rows(name):
+    function, warns = SIZED[name]
+
+    def loss(params, model_state, batch):
+        new = model_state | {"mean": jnp.float32(function(batch["x"], model_state))}
+        return squares(params, batch).mean(), ({}, new)
+
+    def train_step(state, batch):
+        params, opt_state, model_state = state
+        (_, (_, model_state)), gradients = jax.value_and_grad(loss, has_aux=True)(params, model_state, batch)
+        updates, opt_state = chain.update(gradients, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state, model_state), None
+
+    chain, model_state = jc.chain(jc.plump_dp(), TX), {"mean": jnp.float32(0), "step": jnp.int32(2)}
+    step = jc.make_train_step(loss, chain, jc.make_mesh(data=K), has_state=True)
+    on_workers = jc.data_parallel(train_step, jc.make_mesh(data=K), mean="mean")
+    for call in (
+        lambda: on_workers((PARAMS, chain.init(PARAMS), model_state), BATCH),
+        lambda: step(step.init(PARAMS, model_state), BATCH),
+    ):
+        with pytest.warns(match=f"mean.*: {UNKNOWN}") if warns else contextlib.nullcontext():
+            call()
+
+
 def test_metrics_of_a_foreign_step():
     train_step, state = foreign(with_metrics, has_metrics=True)
     mesh = jc.make_mesh(data=K)
