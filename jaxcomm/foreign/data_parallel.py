@@ -375,6 +375,10 @@ class DataParallel:
             [leaf.name for leaf in about],
             [leaf.name * (how == "mean" and ":MetricState" not in leaf.name) for leaf, how in pairs],
             [leaf.name * any(map(self._is_rows, (leaf.name, leaf.origin or ""))) for leaf in about],
+            [
+                bool(leaf.origin) and how == "mean" and leaf.spec == P() and x.ndim > 0
+                for leaf, how, x in zip(about, hows, out.arrays, strict=True)
+            ],
             any(map(has_error_feedback, exchange_states(state.tree()))),
         )
         out_specs = [leaf.spec for leaf in about]

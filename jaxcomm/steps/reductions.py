@@ -224,24 +224,18 @@ class StepScaling(NamedTuple):
                 [_NEITHER if x.is_own and math.isfinite(x.power) and x.power != 0 else x for x in known]
                 for known in (numbers, walk.gradients)
             )
-        # A state, such as the variance that a normalisation tracks, is of each worker's rows by intention. Where there
-        # is one, rows are normalised by intention as well.
-        outs = list(zip(numbers, *(inner_jaxpr(body).outvars for body in bodies), strict=True))
-        tracks = any(number.is_own and one.aval.ndim and not differs(one, two) for number, one, two in outs)
+        # An array, such as the variance that a normalisation tracks, is of each worker's rows by intention.
         numbers = [
             number._replace(
                 is_curved=number.is_curved and not one.aval.ndim,
-                is_normalised=number.is_normalised and not (tracks or one.aval.ndim),
+                is_normalised=number.is_normalised and not one.aval.ndim,
                 is_of_parts=number.is_of_parts or (number.is_shared and number.power % 1 > 0),
                 is_multiple=number.is_multiple or (number.is_shared and number.power == -1 and len(number.summed) > 0),
             )
-            for number, one, _ in outs
+            for number, one in zip(numbers, inner_jaxpr(bodies[0]).outvars, strict=True)
         ]
-        unmarked = {"is_curved": False, "is_normalised": False} if tracks else {}
         gradients = [
-            gradient._replace(
-                is_multiple=gradient.is_multiple or (gradient.is_shared and gradient.power == -1), **unmarked
-            )
+            gradient._replace(is_multiple=gradient.is_multiple or (gradient.is_shared and gradient.power == -1))
             for gradient in walk.gradients
         ]
         return cls(numbers, gradients, workers)
@@ -256,7 +250,12 @@ class StepScaling(NamedTuple):
                 check_named(known, name, how, patterns[how])
 
     def check(
-        self, names: Sequence[str], averaged: Sequence[str], of_rows: Sequence[str] = (), feeds_back: bool = False
+        self,
+        names: Sequence[str],
+        averaged: Sequence[str],
+        of_rows: Sequence[str] = (),
+        tracked: Sequence[bool] = (),
+        feeds_back: bool = False,
     ) -> None:
         """Refuses gradients, and outputs that are averaged, that are sums over a worker's rows; warns of others.
 
@@ -264,6 +263,7 @@ class StepScaling(NamedTuple):
           names: for every output its path.
           averaged: the same, if it is averaged over the workers; else "".
           of_rows: the same, if each row has its own.
+          tracked: whether it is an array that goes on from the step before, is averaged, and has no rows.
           feeds_back: whether an exchange has error feedback, so that each worker's gradient is clipped before it.
         """
         if any(x.power == 1 and not (x.is_by_place or x.is_mixed) for x in self.gradients):
@@ -290,6 +290,9 @@ class StepScaling(NamedTuple):
         warn("is_quotient", pairs)
         others = [(name, x) for name, x in zip(names, self.outputs, strict=False) if x.is_of_parts or x.is_sized]
         warn("is_unknown", [(name, x) for name, x in pairs + others if not x.is_multiple])
+        # Where a normalisation tracks its statistics, rows are normalised by each worker's own by intention.
+        if any(number.is_own and is_one for number, is_one in zip(self.outputs, tracked, strict=False)):
+            pairs = [(name, x._replace(is_normalised=False)) for name, x in pairs if name != "gradients"]
         warn("is_of_mean", ((name, x) for name, x in pairs if not (name == "gradients" and x.is_curved and feeds_back)))
 
 

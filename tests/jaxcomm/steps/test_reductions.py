@@ -1036,6 +1036,29 @@ def test_normalisation_by_own_statistics():
         step(step.init(PARAMS), BATCH)
 
 
+@pytest.mark.parametrize("beside", ["nothing", "accumulated gradients", "a sum", "statistics"])
+def test_normalisation_in_a_foreign_step(beside):
+    """Only statistics that are averaged say that it is by intention."""
+    chain = jc.chain(jc.plump_dp(), TX, accumulate=2 if beside == "accumulated gradients" else 1)
+
+    def train_step(state, batch):
+        params, opt_state, old = state
+        mean = batch["x"].mean(0)
+
+        def loss(params):
+            return jnp.square((batch["x"] - mean) * params["w"] + batch["x"][:, :1]).mean()
+
+        value, gradients = jax.value_and_grad(loss)(params)
+        updates, opt_state = chain.update(gradients, opt_state, params)
+        new = {"statistics": 0.9 * old + 0.1 * mean, "a sum": old + batch["x"].sum(0)}.get(beside, old)
+        return (optax.apply_updates(params, updates), opt_state, new), value
+
+    options = {"statistics": {"mean": "^0/2"}, "a sum": {"sum": "^0/2"}}.get(beside, {})
+    step = jc.data_parallel(train_step, jc.make_mesh(data=K), **options)
+    with contextlib.nullcontext() if beside == "statistics" else pytest.warns(match=OF_MEAN):
+        step((PARAMS, chain.init(PARAMS), jnp.zeros(4)), BATCH)
+
+
 def test_a_root_warns():
     def loss(params, batch):
         mean = squares(params, batch).mean()
