@@ -471,7 +471,7 @@ class _Walk:
             marks = _marks(operands)
         if name in _PICK:
             places, numbers = (operands[:1], operands[1:]) if name == "select_n" else (operands[1:], operands[:1])
-            if name != "select_n" and differs(one.invars[0], two.invars[0]):  # each row from its own place
+            if name in ("gather", "dynamic_slice") and _is_along_rows(one, two):  # each row from its own place
                 places = [place._replace(is_by_place=operands[0].is_by_place) for place in places]
             numbers = [x for x in numbers if not _is_huge(x)] or numbers
             return _picked(places, _joined(numbers))._replace(is_own=marks["is_own"])
@@ -829,7 +829,10 @@ def _picked(places: Sequence[Scaling], number: Scaling) -> Scaling:
     is_order = any(place.is_own and (math.isnan(place.power) or place.is_extreme) for place in places)
     if is_order or any(place.is_sized and math.isnan(place.power) for place in places):
         return _UNKNOWN._replace(**marks)
-    return number._replace(**{name: marks[name] for name in ("is_curved", "is_normalised", "is_by_place", "is_alike")})
+    # A place among the rows of all is one on one device, too.
+    by_place = any(x.is_by_place and not (x.is_of_worker and number.is_gathered) for x in places)
+    names = ("is_curved", "is_normalised", "is_alike")
+    return number._replace(is_by_place=by_place or number.is_by_place, **{name: marks[name] for name in names})
 
 
 def _with_size(number: Scaling, var: Any) -> Scaling:
@@ -905,6 +908,13 @@ def _reduced_axes(one: PyTree, two: PyTree) -> int | None:
     if name == "conv_general_dilated":  # over the rows of both, where the result has none
         return _reduced(one.invars, two.invars, one, two) // 2
     return None
+
+
+def _is_along_rows(one: PyTree, two: PyTree) -> bool:
+    """Returns whether some of the axes along which numbers are picked are of rows."""
+    if one.primitive.name == "dynamic_slice":
+        return differs(one.invars[0], two.invars[0])
+    return _rows_along(one, two, one.params["dimension_numbers"].start_index_map) > 0
 
 
 def _points_at_rows(one: PyTree, two: PyTree, places: Scaling) -> bool:

@@ -93,7 +93,9 @@ class Scaling(NamedTuple):
         if is_power and self.power not in (0, 1, -math.inf):  # as the root of the mean of the workers' sums
             return True
         is_of_size = self.is_sized and math.isnan(self.power)
-        return self.is_of_parts or is_of_size or (self.is_own and not self.is_gathered and is_neither)
+        # A row's place among a worker's own is none among those of all, but for the rows of the workers before.
+        is_excused = self.is_gathered and (self.is_of_worker or not self.is_by_place)
+        return self.is_of_parts or is_of_size or (self.is_own and not is_excused and is_neither)
 
     @property
     def is_share(self) -> bool:

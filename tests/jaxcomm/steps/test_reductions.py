@@ -403,6 +403,33 @@ AFTER = {
         "",
     ),
     "rows of all": (lambda x: jax.nn.logsumexp(x @ gathered(synchronised(x)).T, 1).mean(), ""),
+    "the negatives of all, by own places": (
+        lambda x: optax.softmax_cross_entropy_with_integer_labels(x @ gathered(x).T, jnp.arange(len(x))).mean(),
+        UNKNOWN,
+    ),
+    "the negatives of all, by places of all": (
+        lambda x: optax.softmax_cross_entropy_with_integer_labels(
+            x @ gathered(x).T, jnp.arange(len(x)) + jax.lax.axis_index("data") * len(x)
+        ).mean(),
+        "",
+    ),
+    "the negatives of all, masked": (
+        lambda x: jax.nn.logsumexp(
+            jnp.where(
+                (jnp.arange(len(x)) + jax.lax.axis_index("data") * len(x))[:, None] == jnp.arange(len(x) * K),
+                -1e9,
+                x @ gathered(x).T,
+            ),
+            1,
+        ).mean(),
+        "",
+    ),
+    "own rows of all": (
+        lambda x: jnp.square(
+            jax.lax.dynamic_slice_in_dim(gathered(x), jax.lax.axis_index("data") * len(x), len(x)) + gathered(x).mean()
+        ).mean(),
+        "",
+    ),
     "a dropout of the rows of all": (lambda x: jnp.square(noisy_rows(gathered(x))).mean(), ""),
 }
 
