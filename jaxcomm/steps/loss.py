@@ -116,7 +116,8 @@ class Scalars(NamedTuple):
         if names:
             warn("is_alike", named.items())
         if self.micro_batches > 1:  # what is of all workers is still of one micro-batch
-            numbers = jax.tree.map(Scaling.of_micro_batch, numbers, is_leaf=_is_scaling)
+            by_part = scalings(lambda rows: function(rows, params), rows, workers) or numbers
+            numbers = jax.tree.map(Scaling.of_micro_batch, numbers, by_part, is_leaf=_is_scaling)
         loss, scalars, model_state = numbers
         if loss.reduction == "sum" and self.of("loss") == "mean":
             raise ValueError(
@@ -166,7 +167,7 @@ class Scalars(NamedTuple):
         if loss.has_backward and not (loss.is_unknown or loss.is_of_mean):
             backward = jax.tree.leaves(scalings(gradients, rows, workers, names), is_leaf=_is_scaling)
             if self.micro_batches > 1:
-                backward = [number.of_micro_batch() for number in backward]
+                backward = [number.of_micro_batch(number) for number in backward]
             powers = loss.power, -math.inf
             others = [number._replace(power=math.nan) for number in backward if number.power not in powers]
             warn("is_unknown", [("gradients", number) for number in (*backward, *others)])

@@ -216,7 +216,7 @@ class StepScaling(NamedTuple):
             return cls([_NEITHER] * len(eqn.outvars), [_NEITHER], workers)
         walk = _Walk(workers, factor, axes, is_alone, has_one)
         bodies = [_shard_map_in(x)[0].params["jaxpr"] for x in (one, two)]
-        numbers = _compare(*bodies, [inputs.get(var, Scaling()) for var in eqn.invars], walk)
+        numbers = _compare(bodies[0], bodies[1], [inputs.get(var, Scaling()) for var in eqn.invars], walk)
         if numbers[:1] == [_NEITHER]:
             return cls(numbers, [_NEITHER], workers)
         if not is_alone:  # of what all workers have, no sum is told from a mean
@@ -489,6 +489,12 @@ class _Walk:
             marks["is_alike"] |= has_rows and not (is_of_own or marks["is_of_worker"])
         if name == "mul" and -math.inf in powers:
             return Scaling(-math.inf)
+        if (
+            name.endswith("_callback")
+            and one.params.get("vmap_method") is None
+            and any(map(differs, one.invars, two.invars))
+        ):
+            return _UNKNOWN._replace(**marks)
         if any(map(math.isnan, powers)):
             return _UNKNOWN._replace(**marks)
         if name == "add" and marks["is_of_worker"] and marks["is_by_place"] and not marks["is_own"]:

@@ -113,10 +113,15 @@ class Scaling(NamedTuple):
         is_known = self.power == 0 and not (self.is_gathered or self.is_quotient or self.is_unknown)
         return is_known and (self.is_curved or self.is_normalised)
 
-    def of_micro_batch(self) -> "Scaling":
-        """Returns that of a number of one micro-batch of several: none is of all rows."""
+    def of_micro_batch(self, part: "Scaling") -> "Scaling":
+        """Returns that of a number of one micro-batch of several: none is of all rows.
+
+        `part` is known of the same number if collectives are left out.
+        """
+        names = ("is_weighted", "is_ratio", "is_curved", "is_normalised")
+        marks = {name: getattr(self, name) or getattr(part, name) for name in names}
         is_own = self.is_own or self.is_shared
-        return self._replace(is_own=is_own, is_total=False, is_shared=False, is_gathered=False)
+        return self._replace(is_own=is_own, is_total=False, is_shared=False, is_gathered=False, **marks)
 
     def beside(self, alone: "Scaling") -> "Scaling":
         """Returns it with what is known of the same number if one of K workers has the rows of all.

@@ -70,6 +70,11 @@ def convolved(x, filters):
     return jnp.tanh(jax.lax.conv(x[:, None], filters, (1,), "SAME"))
 
 
+def called(function, x, vmap_method):
+    x = jax.lax.stop_gradient(x)
+    return jax.pure_callback(function, jax.ShapeDtypeStruct(x.shape, x.dtype), x, vmap_method=vmap_method)
+
+
 def pooled(x):
     return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2), (1, 2), "VALID")
 
@@ -168,6 +173,7 @@ LOSSES = {
     "loop, mean": (lambda x, y, v: jax.lax.scan(lambda c, row: (c + row @ row, None), 0.0, x)[0] / len(x), 0),
     "loop, largest": (lambda x, y, v: jax.lax.scan(lambda c, row: (jnp.maximum(c, row.sum()), None), 0.0, x)[0], 0),
     "pooled": (lambda x, y, v: pooled(x).mean(), 0),
+    "a callback for every row": (lambda x, y, v: jax.vmap(lambda z: called(np.tanh, z, "sequential"))(x).mean(), 0),
     "gradient of a convolution": (lambda x, y, v: jnp.sum(jax.grad(lambda w: convolved(x, w).sum())(FILTERS)), 1),
     "gradient of groups": (lambda x, y, v: jnp.sum(jax.grad(lambda w: w[y].mean())(WEIGHTS)), 0),
     "gradient of pooling": (lambda x, y, v: jax.grad(lambda w: pooled(x * w).sum())(WEIGHTS[:, 0]).sum(), 1),
@@ -286,6 +292,15 @@ def test_neither_a_mean_nor_a_sum(name):
     state = step.init(PARAMS)
     with pytest.warns(UserWarning, match="loss: cannot be told to be a mean over rows"):
         step(state, BATCH)
+
+
+def test_a_callback_for_all_rows():
+    """It may be a rank among them."""
+
+    def loss(rows):
+        return (rows[0] * called(lambda x: np.float32(np.argsort(x)), rows[0], None)).mean()
+
+    assert scalings(loss, [jnp.asarray(X[:, 0])], K).is_unknown
 
 
 def both_steps(function):
@@ -441,6 +456,27 @@ def test_numbers_after_a_collective(name):
     for call in both_steps(function):
         with pytest.warns(match=message) if message else contextlib.nullcontext():
             call()
+
+
+# Functions of numbers of all workers, of one micro-batch: what is said if there are several.
+OF_MICRO_BATCHES = {
+    "a sum by a pmean": (by_pmean, "divided by a sum over"),
+    "a root": (lambda x: jnp.sqrt(jax.lax.pmean(jnp.square(x).mean(), "data")), "computed from a mean"),
+    "normalised": (lambda x: jnp.square(synchronised(x) + 1).mean(), "computed from a mean"),
+    "a pmean": (lambda x: jax.lax.pmean(jnp.tanh(x).mean(), "data"), ""),
+    "rows of all": (lambda x: jnp.tanh(gathered(x)).mean(), ""),
+    "rows less a pmean": (lambda x: (x - 2 * jax.lax.pmean(x.mean(0), "data")).mean(), ""),
+}
+
+
+@pytest.mark.parametrize("name", OF_MICRO_BATCHES)
+def test_collectives_in_a_micro_batch(name):
+    function, message = OF_MICRO_BATCHES[name]
+    for accumulate in (1, 2):
+        chain, mesh = jc.chain(jc.plump_dp(), TX), jc.make_mesh(data=2)
+        step = jc.make_train_step(lambda p, b: function(b["x"] * p["w"]), chain, mesh, accumulate=accumulate)
+        with pytest.warns(match=f"loss: {message}") if message and accumulate > 1 else contextlib.nullcontext():
+            step(step.init(PARAMS), BATCH)
 
 
 def test_a_mean_times_the_workers():
