@@ -300,9 +300,9 @@ class StepScaling(NamedTuple):
 WARNINGS = {
     "is_unknown": "cannot be told to be a mean over rows, since rows are combined in another way than by sums and "
     "means (a logsumexp, a norm, an order, a recurrence, weights by a row's place, a loop in Python, a backward pass "
-    "that clips), or their number is written in the code. The mean over workers and micro-batches is the number of one "
-    "device only if it is a mean over rows. If it is, ignore this warning. Where time comes first, pass batch_axis=1; "
-    "otherwise take it of all rows: jax.lax.all_gather(x, axis, tiled=True).",
+    "that clips), or their number is written in the code, or is in it by more than a factor. The mean over workers and "
+    "micro-batches is the number of one device only if it is a mean over rows. If it is, ignore this warning. Where "
+    "time comes first, pass batch_axis=1; otherwise take it of all rows: jax.lax.all_gather(x, axis, tiled=True).",
     "is_multiple": "the sum over the workers of what is no sum over a worker's rows, such as a mean, or such a sum "
     "divided by the number of a worker's own rows: as many times the number of one device as there are workers. Take "
     "jax.lax.pmean.",
