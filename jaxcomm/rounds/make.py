@@ -4,6 +4,7 @@ import functools
 import os
 import re
 import socket
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, cast
 
@@ -45,6 +46,7 @@ def rounds(
     every: int = 20,
     limit: float = 100.0,
     timeout: float = 600.0,
+    stop: Callable[[], bool] | None = None,
     clock: Clock | None = None,
 ) -> Worker:
     """Makes a worker of a training run whose workers are separate programs, and whose rounds are a log in a store.
@@ -108,6 +110,9 @@ def rounds(
       every: rounds from one snapshot to the next. Payloads before the last but one are removed.
       limit: the largest norm of a payload that counts, in units of the median of its round.
       timeout: seconds for which a request to the store is tried again.
+      stop: returns whether the work is to end, as after a signal, and does so from then on. It is asked before every
+        step and while the worker waits for a round, which it then does no longer: `worker.stopped`. Call `leave` next.
+        Where a worker has several processes, all pass one, and that of the first counts.
       clock: where time passes; None for real time. Tests simulate it.
 
     Raises:
@@ -173,6 +178,7 @@ def rounds(
         overlap=overlap,
         every=every,
         settings=settings,
+        stop=stop,
     )
     clock.run(made.begin())
     return made

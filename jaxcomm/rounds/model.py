@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxcomm.checks import check_range
 from jaxcomm.exchange import Exchange, Gradient
 from jaxcomm.kernels import noise
-from jaxcomm.kernels.numerics import digest, promotes, widened
+from jaxcomm.kernels.numerics import digest, is_applicable_tree, promotes, widened
 from jaxcomm.rounds.records import Manifest
 from jaxcomm.types import Params, PyTree
 
@@ -83,7 +83,7 @@ class Model:
         self._pack, self._add = jax.jit(promotes(self._packed)), jax.jit(promotes(self._added))
         self._step, self._norm = jax.jit(promotes(self._stepped)), jax.jit(promotes(self._norm_of))
         self.change, self.rebase = jax.jit(promotes(_change)), jax.jit(promotes(_rebase))
-        self._mean = jax.jit(promotes(_mean))
+        self._mean, self.is_finite = jax.jit(promotes(_mean)), jax.jit(is_applicable_tree)
         self._digests = jax.jit(lambda state: jnp.stack([digest(leaf) for leaf in jax.tree.leaves(state)]))
         self.fingerprint = _fingerprint(outer)
 

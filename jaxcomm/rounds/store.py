@@ -131,12 +131,13 @@ class Objects:
             self.traffic["requests"] += 1
             try:
                 result = request()
-            except self._final as error:
-                raise ValueError(
-                    f"store must let a worker {verb} {path!r}; got {type(error).__name__}: {error}. Check its "
-                    "credentials, and that it has conditional puts."
-                ) from error
             except Exception as error:
+                # What is created or listed cannot be missing itself: the bucket is.
+                if isinstance(error, self._final) or (isinstance(error, self._missing) and verb in ("create", "list")):
+                    raise ValueError(
+                        f"store must let a worker {verb} {path!r}; got {type(error).__name__}: {error}. Check that its "
+                        "bucket exists, its credentials, and that it has conditional puts."
+                    ) from error
                 what = f"The store could not {verb} {path!r}: {type(error).__name__}: {error}"
                 if self.clock.now() - began > self.timeout:
                     raise TimeoutError(f"{what}. Gave up after {self.timeout:.0f} s.") from error

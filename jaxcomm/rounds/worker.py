@@ -1,9 +1,11 @@
 """A worker: local steps, and beside them the round that they belong to."""
 
+import math
+import threading
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -13,7 +15,7 @@ from jax.experimental import multihost_utils
 
 from jaxcomm.checks import check_range
 from jaxcomm.rounds import records
-from jaxcomm.rounds.clock import Clock, Waiting
+from jaxcomm.rounds.clock import Clock, T, Waiting
 from jaxcomm.rounds.hosts import Hosts
 from jaxcomm.rounds.log import Log, News
 from jaxcomm.rounds.model import Global, Model, Packing, Unsent, number_of
@@ -36,7 +38,6 @@ class Sending:
       packing: its words, and what is unsent if it counts or if it does not.
       number: the round into which it is put; None before.
       digest: of its object.
-      is_broken: whether it cannot be sent, as its change is not finite.
       is_withdrawn: whether it must not be put any more.
     """
 
@@ -44,17 +45,24 @@ class Sending:
     packing: Packing
     number: int | None = None
     digest: str = ""
-    is_broken: bool = False
     is_withdrawn: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock)  # a payload is put, or withdrawn: never both
 
     def payload(self, number: int) -> bytes | None:
-        """Makes the object for a round, when the device is done with the words; None if it must not be put."""
-        if self.is_withdrawn or not bool(self.packing.ok):
-            self.is_broken = not self.is_withdrawn
-            return None
+        """Makes the object for a round; None if it must not be put."""
         raw = records.write_payload(self.header, np.asarray(self.packing.words))
-        self.number, self.digest = number, records.digest(raw)
+        digest = records.digest(raw)
+        with self._lock:
+            if self.is_withdrawn:
+                return None
+            self.number, self.digest = number, digest
         return raw
+
+    def withdraw(self) -> bool:
+        """Keeps the payload from being put; returns False if it is put already, or about to be."""
+        with self._lock:
+            self.is_withdrawn = self.number is None
+            return self.is_withdrawn
 
 
 class Worker:
@@ -65,6 +73,7 @@ class Worker:
       round: the number of the round that it works on; as many are over.
       counted: how many of its payloads counted.
       late: how many did not; what they held is in later ones.
+      stopped: whether `stop` has said so: it takes no more steps.
     """
 
     def __init__(
@@ -80,6 +89,7 @@ class Worker:
         overlap: int,
         every: int,
         settings: Mapping[str, Any],
+        stop: Callable[[], bool] | None = None,
     ):
         self.name, self.round, self.counted, self.late = log.name, 0, 0, 0
         self._log, self._model, self._clock, self._local_step = log, model, clock, step
@@ -93,6 +103,7 @@ class Worker:
         self._paces: list[float] = []
         self._last: Any = None
         self._has_left, self._hosts = False, Hosts()
+        self._stop, self.stopped = stop, False
 
     # What the user calls.
 
@@ -103,7 +114,8 @@ class Worker:
         worker's own rows along `batch_axis`; their number is the step's weight.
 
         Returns:
-          The step's metrics, and `round`, the number of the round that comes next.
+          The step's metrics, and `round`, the number of the round that comes next. Only that if the worker is stopped,
+          and has taken no step.
 
         Raises:
           ValueError: for arrays of different numbers of rows, or none; if the store refuses, or holds what no worker
@@ -116,6 +128,11 @@ class Worker:
     def done(self) -> bool:
         """Whether all rounds of the run are over."""
         return self._log.total is not None and self.round >= self._log.total
+
+    @property
+    def taken(self) -> int:
+        """Local steps of the round that it works on, taken so far; some may be from before the last round was over."""
+        return self._steps
 
     @property
     def local(self) -> Any:
@@ -159,6 +176,8 @@ class Worker:
         raw = yield from hosts.first(objects.read(path))
         if hosts.flag(raw is not None):
             yield from self._recall(hosts.parts([raw or b""])[0])
+            if self._has_left:
+                return
         yield from self._take(hosts.news((yield from hosts.first(self._log.resume()))))
         yield from hosts.first(objects.remove([path]))  # only now: until here, another life could take it up
 
@@ -171,6 +190,9 @@ class Worker:
         rule = "one that has not left, in a run that is not over"
         check_range("worker", self.name, rule, not self._has_left and not self.done, "Stop when worker.done")
         yield from self._settle(self._overlap)
+        if self._stop is not None and self._hosts.flag(self._is_stopped()):
+            self.stopped = True
+            return {"round": self.round}
         began = self._clock.now()
         self._own, self._local, metrics = self._local_step(self._own, self._local, batch)
         self._rows, self._steps = self._rows + rows[0], self._steps + 1
@@ -187,6 +209,8 @@ class Worker:
 
     def depart(self, wait: float, keep: bool) -> Waiting[None]:
         """Does `leave`."""
+        if self._has_left:
+            return
         until = self._clock.now() + wait
         while self._task is not None and not self._task.done() and self._clock.now() < until:
             yield POLL
@@ -199,19 +223,37 @@ class Worker:
         self._has_left, sending = True, self._sending
         unsent, base = self._unsent, self._global.params
         if sending is not None:
-            base, sending.is_withdrawn = self._sent, True
-            if not self._hosts.flag(sending.number is not None):  # it is not put yet
+            base = self._sent
+            if self._hosts.flag(sending.withdraw()):
                 unsent, sending = sending.packing.late, None
             else:  # the round decides on it later: what came after it is kept apart
                 unsent = unsent._replace(rows=0.0)
         if self._rows:
-            unsent = self._model.joined(unsent, self._model.change(base, self._own), self._rows)
+            change = self._model.change(base, self._own)
+            if self._hosts.flag(bool(self._model.is_finite(change))):
+                unsent = self._model.joined(unsent, change, self._rows)
+            else:
+                self._warn_of_change("it is lost")
         is_empty = sending is None and unsent.residual is None and not unsent.rows
         if keep and not is_empty:
             memo = self._memo(unsent, sending)
             yield from self._hosts.first(self._log.objects.create(records.worker_path(self.name), memo))
 
     # Parts of them.
+
+    def _is_stopped(self) -> bool:
+        """Asks `stop`, in this process."""
+        return self._stop is not None and self._stop()
+
+    def _unless_stopped(self, work: Waiting[T]) -> Waiting[T | None]:
+        """Does work until it is done, or the worker is stopped: then returns None."""
+        while not self._is_stopped():
+            try:
+                seconds = next(work)
+            except StopIteration as end:
+                return end.value
+            yield seconds
+        return None
 
     def _is_over(self) -> bool:
         """Returns whether the round's local steps are done: all, or as many as a slow worker can in the usual time.
@@ -229,15 +271,28 @@ class Worker:
         """Returns the seconds of a local step, the median of a round's."""
         return float(np.median(self._paces))
 
+    def _warn_of_change(self, what: str) -> None:
+        warnings.warn(
+            f"Worker {self.name!r} has a change that is not finite in round {self.round}: {what}.", stacklevel=3
+        )
+
     def _send(self) -> Waiting[None]:
-        """Packs what is not sent, and takes part in the round."""
+        """Packs what is not sent, and takes part in the round.
+
+        A change that is not finite is dropped before it is announced, as others would wait for it.
+        """
         yield 0.0
         anchor, state = self._global.params, self._model.digest(self._global)
         packing = self._model.pack(anchor, self._own, self._rows, self._unsent, self.round, number_of(self.name))
         header = records.Header(self.name, self.round, state, packing.late.rows, self._steps, self._pace())
+        self._rows, self._steps, self._ahead = 0.0, 0, 0
+        if not self._hosts.flag(bool(packing.ok)):
+            self._warn_of_change("it is not sent, and the worker goes on from the global model")
+            self._own = self._sent = self.params
+            news = yield from self._hosts.first(self._log.follow(self.round))
+            return (yield from self._take(self._hosts.news(news)))
         self._sending = Sending(header, packing)
         self._sent = jax.tree.map(jnp.copy, self._own)
-        self._rows, self._steps, self._ahead = 0.0, 0, 0
         if self._hosts.is_first:
             work = self._log.take_part(self.round, self._missed, self._sending.payload)
             self._task = self._clock.start(work)
@@ -246,7 +301,7 @@ class Worker:
         """Takes what the log has of this round; waits for it if as many local steps were done meanwhile."""
         while self._sending is not None:
             task = self._task
-            while task is not None and not task.done() and self._ahead >= ahead:
+            while task is not None and not task.done() and self._ahead >= ahead and not self._is_stopped():
                 yield POLL
             if not self._hosts.flag(task is not None and task.done()):
                 return
@@ -284,20 +339,13 @@ class Worker:
     def _settle_payload(self, sending: Sending, news: News) -> None:
         """Keeps what is unsent, by what the manifest says of the payload."""
         digest = self._hosts.parts([sending.digest.encode()])[0].decode()
-        if self._hosts.flag(sending.is_broken):
-            self._own = self._sent = self.params
-            self._rows = self._steps = 0
-            warnings.warn(
-                f"Worker {self.name!r} has a change that is not finite in round {self.round}: it is not sent, and the "
-                "worker goes on from the global model.",
-                stacklevel=2,
-            )
-        elif news.own is not None and news.own.find(digest):
+        if news.own is not None and news.own.find(digest):
             self._unsent, self._missed, self.counted = sending.packing.counted, 0, self.counted + 1
         else:
             self._unsent, self.late = sending.packing.late, self.late + 1
-            self._missed += news.own is not None
-            if news.own is not None and (reason := news.own.refused.get(self.name)):
+            reason = None if news.own is None else news.own.refused.get(self.name)
+            self._missed += news.own is not None and reason is None  # a longer grace would not help one that is refused
+            if news.own is not None and reason:
                 warnings.warn(
                     f"The payload of {self.name!r} in round {news.own.number} was refused by {news.own.writer!r}: "
                     f"{reason}. What it held goes into the next; a worker of another name starts without it.",
@@ -335,7 +383,7 @@ class Worker:
         return records.join(record, [_on_host(leaf) for leaf in jax.tree.leaves(trees)])
 
     def _recall(self, raw: bytes) -> Waiting[None]:
-        """Reads what `_memo` wrote; waits for the round of a payload that was on its way."""
+        """Reads what `_memo` wrote; waits for the round of a payload that was on its way, unless it is stopped."""
         empty = self._unsent
         try:
             record, body = records.split(raw)
@@ -351,12 +399,23 @@ class Worker:
             ) from None
         if at is not None:
             number, digest, weight, rows = at
-            manifest = yield from self._hosts.first(self._log.outcome(number))
+            manifest = yield from self._hosts.first(self._unless_stopped(self._log.outcome(number)))
+            if self._hosts.flag(manifest is None):
+                self._has_left = self.stopped = True  # what it has left stays there
+                return
             if self._hosts.flag(manifest is not None and manifest.find(digest) is not None):
                 unsent = unsent._replace(residual=placed[2], weight=weight)
             else:
                 unsent = self._model.joined(unsent, placed[3], rows)
-        self._unsent = unsent
+        is_finite = bool(self._model.is_finite((unsent.residual, unsent.change)))
+        if self._hosts.flag(is_finite and math.isfinite(unsent.weight + unsent.rows)):
+            self._unsent = unsent
+        else:  # no payload that holds it would ever count
+            warnings.warn(
+                f"What worker {self.name!r} has left is not finite: it is dropped, and the worker goes on from the "
+                "global model.",
+                stacklevel=2,
+            )
 
 
 def _on_host(leaf: PyTree) -> np.ndarray:

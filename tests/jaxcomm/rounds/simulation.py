@@ -202,7 +202,7 @@ class Site:
         )
         yield from self.clock.taken()
         for _ in range(most or 10**6):
-            if self.worker.done:
+            if self.worker.done or self.worker.stopped:
                 break
             yield from self.worker.advance(next(self.batches))
         if leave:

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import jax
@@ -15,7 +16,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from obstore.exceptions import PermissionDeniedError
+from obstore.exceptions import NotFoundError, PermissionDeniedError
 from obstore.store import MemoryStore
 
 import jaxcomm as jc
@@ -381,6 +382,140 @@ def test_a_change_that_is_not_finite_is_dropped_by_name():
     assert sites[0].worker.digest() == sites[1].worker.digest()
 
 
+class Sick(Site):
+    """Its parameters become NaN in the steps before `until`."""
+
+    def __init__(self, *args, until=10**6, **options):
+        super().__init__(*args, **options)
+        self.until = until
+
+    def step(self, params, local, batch):
+        params, local, metrics = super().step(params, local, batch)
+        if self.clock.now() < self.until:
+            params = jax.tree.map(lambda x: x * np.nan, params)
+        return params, local, metrics
+
+
+@pytest.mark.parametrize(("overlap", "quorum"), [(0, 1), (2, 1), (2, 2)])
+def test_workers_whose_changes_are_not_finite_say_so_at_once(overlap, quorum):
+    """They wait for no round, and take part as soon as they are finite."""
+    archive, clock = Archive(), SimClock()
+    sites = [Sick(clock, archive, name, until=20.0, overlap=overlap, quorum=quorum) for name in "ab"]
+    for site in sites:
+        site.start()
+    with pytest.warns(UserWarning, match="Worker '[ab]' has a change that is not finite in round 0") as said:
+        clock.loop()
+    assert len(said) == 2 * 5  # one in every four steps
+    assert members(archive) == ["ab"] * 8
+    assert clock.time < 20 + 8 * 4 + 20
+
+
+def test_nobody_waits_for_a_worker_whose_changes_are_never_finite():
+    archive, clock = Archive(), SimClock()
+    sites = [Site(clock, archive, "a"), Site(clock, archive, "b"), Sick(clock, archive, "c")]
+    for site in sites:
+        site.start()
+    with pytest.warns(UserWarning, match="Worker 'c' has a change that is not finite in round"):
+        clock.loop()
+    assert members(archive) == ["ab"] * 8
+    assert [site.worker.round for site in sites] == [8, 8, 8]
+    assert clock.time < 8 * 4 + 10
+    check(archive, *sites[:2])
+
+
+@pytest.mark.parametrize("most", [1, 5])
+def test_a_change_that_is_not_finite_is_not_left(most):
+    """It leaves in the middle of a round; its next life counts."""
+    archive, clock = Archive(), SimClock()
+    sites = [Site(clock, archive, "a", last=12, quorum=1), Sick(clock, archive, "b", until=10.0, last=12, quorum=1)]
+
+    def lives():
+        yield from sites[1].main(most=most, leave=True)
+        yield 20.0
+        yield from sites[1].main()
+
+    sites[0].start()
+    clock.start(lives(), "b")
+    with pytest.warns(UserWarning, match="Worker 'b' has a change that is not finite in round .: ") as said:
+        clock.loop()
+    assert str(said[-1].message).endswith("it is lost.")
+    assert members(archive)[-3:] == ["ab"] * 3
+
+
+def test_what_is_left_and_not_finite_is_dropped_by_name():
+    """An object that a worker without the rule above has left."""
+    store = MemoryStore()
+    worker = make(store, steps=2, overlap=0)
+    record = {"weight": 0.0, "rows": 4.0, "sending": None}
+    leaves = [np.zeros_like(leaf) for leaf in jax.tree.leaves((worker._unsent.residual, worker._unsent.change))]
+    for number, value in enumerate((np.nan, np.inf)):
+        leaves[-1][:] = value
+        store.put(records.worker_path("a"), records.join(record, leaves))
+        with pytest.warns(UserWarning, match="What worker 'a' has left is not finite: it is dropped"):
+            worker = make(store, steps=2, overlap=0)
+        for _ in range(2):
+            worker(normal({"w": (33, 64), "b": (5,)}, number, 4))
+        assert worker.counted == 1
+
+
+def test_a_payload_that_is_made_while_its_worker_leaves_counts_once(monkeypatch):
+    """It is put, or left in the store: never both."""
+    store, at, goes_on = MemoryStore(), threading.Event(), threading.Event()
+    worker, batch = make(store, steps=2, overlap=1, grace=0.0), normal({"w": (33, 64), "b": (5,)}, 0, 4)
+    write = records.write_payload
+
+    def write_slowly(*args):
+        at.set()
+        goes_on.wait(60)
+        return write(*args)
+
+    monkeypatch.setattr(records, "write_payload", write_slowly)
+    worker(batch)
+    worker(batch)
+    assert at.wait(60)
+    worker.leave(wait=0.0)
+    goes_on.set()
+    for thread in threading.enumerate():
+        if thread.name == "jaxcomm-rounds":
+            thread.join(1.0)  # it waits for a round in which nobody takes part, or has put the payload
+    monkeypatch.undo()
+    again = make(store, steps=2, overlap=1, grace=0.0)
+    steps = 2
+    while again.round < 1:
+        again(batch)
+        steps += 1
+    again.leave()
+    rows = [member.header.rows for manifest in manifests(store) for member in manifest.members]
+    assert sum(rows) <= 4 * steps
+    assert rows[0] == 16.0  # what it had not sent, and the next life's first steps
+
+
+def test_a_worker_that_waits_can_be_stopped():
+    """Alone, without a quorum: it takes no more steps, leaves what it has, and goes on when others are there."""
+    archive, clock = Archive(), SimClock()
+    sites = [Site(clock, archive, name, last=6, stop=lambda end=end: clock.now() >= end) for name, end in
+             (("a", 30.0), ("b", 10**6))]  # fmt: skip
+
+    def lives():
+        yield from sites[0].main(leave=True)
+        assert sites[0].worker.stopped
+        assert clock.now() < 30.0 + 5.0 + 2.0
+        assert sites[0].count <= 8
+        assert "workers/a" in archive.paths()
+        left = archive.store.get("workers/a").bytes()
+        yield from sites[0].main(leave=True)  # its stop is still true: it does not wait for the round of its payload
+        assert sites[0].worker.stopped
+        assert archive.store.get("workers/a").bytes() == left
+        sites[0].options["stop"] = None
+        yield from sites[0].main()
+
+    clock.start(lives(), "a")
+    sites[1].start(at=60.0)
+    clock.loop()
+    assert members(archive) == ["ab"] * 6
+    check(archive, *sites)
+
+
 SCRIPT = """
 import os, sys
 store, name, index, port = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
@@ -442,6 +577,38 @@ def test_a_store_that_refuses_is_not_tried_again():
             raise PermissionDeniedError("403")
 
     refused(lambda: make(Closed()), "store", "settings", "PermissionDeniedError", "credentials")
+
+
+@pytest.mark.parametrize("verb", ["put", "list"])
+def test_a_bucket_that_is_missing_is_not_waited_for(verb):
+    def missing(*args, **kwargs):
+        raise NotFoundError("status 404 NoSuchBucket")
+
+    store = Archive()
+    setattr(store, verb, missing)
+    refused(lambda: make(store), "store", "NotFoundError", "NoSuchBucket", "its bucket exists")
+
+
+def test_a_worker_whose_payloads_are_refused_is_not_waited_for_longer():
+    """It dies before its payload: the others wait one grace time for it."""
+    archive, clock = Archive(), SimClock()
+    sites = [Site(clock, archive, name, last=10) for name in "abcd"]
+
+    class Refused(Meddling):
+        def put(self, path, raw, **kwargs):
+            if "/payload/" in path:
+                raw = rewritten(raw, lambda words: set_floats(words, 1e6))
+            self.store.put(path, raw, **kwargs)
+            if "/coming/d" in path and int(path.split("/")[1]) == 7:
+                clock.deaths["d"] = clock.moments["d"] + 1
+
+    sites[3].store = Refused(archive, None)
+    for site in sites:
+        site.start()
+    with pytest.warns(UserWarning, match="payload of 'd' in round . was refused"):
+        clock.loop()
+    assert members(archive) == ["abc"] * 10
+    assert clock.time < 10 * 4 + 15
 
 
 def test_traffic_is_what_the_objects_have(tmp_path):
