@@ -382,12 +382,12 @@ def to_mesh(batch: dict[str, np.ndarray], job: Job) -> dict[str, jax.Array]:
 
 
 @contextmanager
-def stopping(processes: Processes) -> Iterator[threading.Event]:
-    """Turns SIGTERM, SIGHUP and the first Ctrl-C into an event, while the block runs.
+def stopping(processes: Processes, stop_event: threading.Event | None = None) -> Iterator[threading.Event]:
+    """Turns SIGTERM, SIGHUP and the first Ctrl-C into an event, a new one if none is given, while the block runs.
 
     With several processes, they become SIGTERM, whose handler is JAX's: it has them agree on a step at which to stop.
     """
-    stop_event = threading.Event()
+    stop_event = stop_event or threading.Event()
 
     def stop(number: int, _: FrameType | None) -> None:
         if number == signal.SIGINT:

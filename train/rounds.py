@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import threading
 import time
 from dataclasses import replace
 from functools import partial
@@ -22,6 +23,8 @@ from train.loop import Progress, stopping, test_scores, to_mesh
 from train.processes import Processes
 from train.tables import display_name, plain, write_records
 
+SHORT_WAIT = 5.0  # seconds to wait for a round after a signal
+
 
 class InnerStep:
     """The local step: the trainer's step of one worker, whose learning rate follows the run's rounds.
@@ -40,7 +43,8 @@ class InnerStep:
         number = 0 if self.worker is None else self.worker.round
         if number != self._round:
             self._round = number
-            state = state._replace(opt_state=_at_step(state.opt_state, number * self._steps))
+            taken = 0 if self.worker is None else self.worker.taken  # while the round before was under way
+            state = state._replace(opt_state=_at_step(state.opt_state, number * self._steps + taken))
         state, metrics = self._job.step(state._replace(params=params), batch)
         return state.params, state, metrics
 
@@ -79,6 +83,7 @@ def train(experiment: Experiment, processes: Processes, progress: Progress) -> s
     alone = replace(experiment, workers=1, global_batch=experiment.global_batch // experiment.workers)
     job = make_job(alone, PlumpDp())
     state, step = job.start(experiment.seed), InnerStep(job, method.steps)
+    event = threading.Event()
     worker = step.worker = jc.rounds(
         experiment.rounds,
         step,
@@ -92,6 +97,7 @@ def train(experiment: Experiment, processes: Processes, progress: Progress) -> s
         worker=experiment.worker,
         total=experiment.steps // method.steps,
         timeout=experiment.step_timeout,
+        stop=event.is_set,
     )
     seed = int.from_bytes(hashlib.sha256(f"{experiment.seed} {worker.name}".encode()).digest()[:4], "little")
     data = {"global_batch": alone.global_batch, "data_dir": experiment.data_dir, "mean": experiment.mean}
@@ -119,16 +125,18 @@ def train(experiment: Experiment, processes: Processes, progress: Progress) -> s
                 "look at the data; --max-skipped allows more."
             )
 
-    with stopping(processes) as event, records:
-        while not worker.done and not event.is_set() and steps != experiment.stop_after:
+    with stopping(processes, event), records:
+        while not worker.done and steps != experiment.stop_after:
             metrics = worker(to_mesh(next(batches), job))
+            if worker.stopped:
+                break
             steps += 1
             if pending is not None:
                 record(*pending)  # one step late, so that reading it does not hold the device up
             pending = steps, metrics
         if pending is not None:
             record(*pending)
-        worker.leave(keep=not worker.done)
+        worker.leave(SHORT_WAIT if event.is_set() else 60.0, keep=not worker.done)
     batches.close()
     scores = _scores(alone, job, worker)
     row = {"worker": worker.name, "scores": scores, "rounds": worker.round, "steps": steps}

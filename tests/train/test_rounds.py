@@ -1,6 +1,10 @@
 """The trainer as one worker of rounds."""
 
 import json
+import os
+import signal
+import threading
+import time
 
 import jax
 import numpy as np
@@ -10,15 +14,15 @@ import pytest
 from configs.experiment import check
 from train.__main__ import main, parse
 from train.data.loader import TrainBatches
-from train.rounds import _at_step
+from train.rounds import InnerStep, _at_step
 
 OPTIONS = ["--steps", "6", "--warmup-steps", "1", "--global-batch", "24", "--workers", "3", "--quorum", "1"]
 METHOD = ["method:sparse-loco", "--method.steps", "3", "--method.overlap", "1"]
 
 
-def start(tmp_path, name, *more):
+def start(tmp_path, name, *more, overlap="1"):
     options = [*OPTIONS, "--rounds", str(tmp_path / "store"), "--worker", name, "--out", str(tmp_path / "out"), *more]
-    return main(["digits", *options, "--json", str(tmp_path / f"{name}.json"), *METHOD])
+    return main(["digits", *options, "--json", str(tmp_path / f"{name}.json"), *METHOD[:-1], overlap])
 
 
 def test_a_worker_leaves_and_another_ends_the_run(tmp_path, started, capsys):
@@ -52,9 +56,43 @@ def test_a_worker_that_returns_goes_on_with_its_data(tmp_path, started, monkeypa
     assert read == [0, 1, 2, 3, 3]  # three steps a round, and the second life begins in the second
 
 
+@pytest.mark.parametrize("overlap", ["0", "1"])
+def test_a_signal_ends_a_worker_that_waits_for_its_round(tmp_path, started, capsys, overlap):
+    """Alone, without a quorum; what it has done waits in the store."""
+
+    def end():
+        payload = tmp_path / "store" / "rounds" / "00000000" / "payload" / "a"
+        while not payload.exists():
+            time.sleep(0.05)
+        time.sleep(1.0)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=end, daemon=True).start()
+    assert start(tmp_path, "a", "--quorum", "2", overlap=overlap) == 0
+    assert f"took {3 + int(overlap)} local steps" in (said := capsys.readouterr().out)
+    assert "left in round 0; go on with --worker a" in said
+    assert (tmp_path / "store" / "workers" / "a").exists()
+
+
 def test_a_worker_that_diverges_stops(tmp_path, started, capsys):
     assert start(tmp_path, "a", "--learning-rate", "1e37", "--warmup-steps", "0", "--max-skipped", "2") == 2
     assert "--max-skipped 2; got steps " in capsys.readouterr().err
+
+
+def test_the_learning_rate_falls_in_every_step(tmp_path, started, monkeypatch):
+    """Also where steps of the next round are taken while a round is under way."""
+    counts, call = [], InnerStep.__call__
+
+    def counting(step, params, state, batch):
+        result = call(step, params, state, batch)
+        nodes = jax.tree.leaves(result[1].opt_state, is_leaf=lambda x: isinstance(x, optax.ScaleByScheduleState))
+        counts.append(next(int(node.count) for node in nodes if isinstance(node, optax.ScaleByScheduleState)))
+        return result
+
+    monkeypatch.setattr(InnerStep, "__call__", counting)
+    assert start(tmp_path, "a", "--steps", "12", overlap="2") == 0
+    assert counts == list(range(1, len(counts) + 1))
+    assert len(counts) >= 12
 
 
 def test_the_learning_rate_is_that_of_the_round():
