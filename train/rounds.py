@@ -138,17 +138,21 @@ def train(experiment: Experiment, processes: Processes, progress: Progress) -> s
             record(*pending)
         worker.leave(SHORT_WAIT if event.is_set() else 60.0, keep=not worker.done)
     batches.close()
-    scores = _scores(alone, job, worker)
+    has_statistics = bool(jax.tree.leaves(worker.local.model_state))
+    scores = {} if has_statistics and not steps else _scores(alone, job, worker)
     row = {"worker": worker.name, "scores": scores, "rounds": worker.round, "steps": steps}
     row |= {"counted": worker.counted, "late": worker.late, **worker.traffic, "digest": worker.digest()}
     write_records(experiment.json, [row | scores])
     begun_in = f"in round {joined}" if joined else "at the start"
     ends = "all rounds are over" if worker.done else f"left in round {worker.round}; go on with --worker {worker.name}"
+    quality = "not known, as its running statistics are of a worker's own steps"
+    if scores:
+        quality = f"{100 * scores['accuracy']:.2f}%, loss {scores['loss']:.4f}"
+        quality += f" (with the running statistics of these {steps} steps)" if has_statistics else ""
     return (
         f"{worker.name} began {begun_in}, took {steps} local steps, and {worker.counted} of its payloads counted "
-        f"({worker.late} were late); {ends}. Accuracy of the global model: {100 * scores['accuracy']:.2f}%, loss "
-        f"{scores['loss']:.4f}, digest {worker.digest()}. {worker.traffic['sent']:,} bytes sent, "
-        f"{worker.traffic['received']:,} received. Metrics are in {folder}"
+        f"({worker.late} were late); {ends}. Accuracy of the global model: {quality}, digest {worker.digest()}. "
+        f"{worker.traffic['sent']:,} bytes sent, {worker.traffic['received']:,} received. Metrics are in {folder}"
     )
 
 

@@ -56,9 +56,25 @@ def test_a_worker_that_returns_goes_on_with_its_data(tmp_path, started, monkeypa
     assert read == [0, 1, 2, 3, 3]  # three steps a round, and the second life begins in the second
 
 
+@pytest.mark.slow
+def test_accuracy_needs_running_statistics(tmp_path, started, capsys):
+    """They are a worker's own: a life without steps has none."""
+    options = ["--steps", "4", "--warmup-steps", "0", "--global-batch", "32", "--workers", "2", "--quorum", "1"]
+    options += ["--rounds", str(tmp_path / "store"), "--out", str(tmp_path), "--worker", "a"]
+    options += ["--json", str(tmp_path / "a.json"), "method:local-sgd", "--method.steps", "2", "--method.overlap", "0"]
+    assert main(["resnet_digits", *options]) == 0
+    assert "(with the running statistics of these 4 steps)" in capsys.readouterr().out
+    assert json.loads((tmp_path / "a.json").read_text())[0]["accuracy"] >= 0
+    assert main(["resnet_digits", *options]) == 0
+    assert "took 0 local steps" in (said := capsys.readouterr().out)
+    assert "Accuracy of the global model: not known, as its running statistics are of a worker's own steps" in said
+    assert "accuracy" not in json.loads((tmp_path / "a.json").read_text())[0]
+
+
 @pytest.mark.parametrize("overlap", ["0", "1"])
-def test_a_signal_ends_a_worker_that_waits_for_its_round(tmp_path, started, capsys, overlap):
+def test_a_signal_ends_a_worker_that_waits_for_its_round(tmp_path, started, capsys, monkeypatch, overlap):
     """Alone, without a quorum; what it has done waits in the store."""
+    monkeypatch.setattr("train.rounds.SHORT_WAIT", 0.2)
 
     def end():
         payload = tmp_path / "store" / "rounds" / "00000000" / "payload" / "a"
