@@ -272,7 +272,7 @@ def say_goodput(goodput: Goodput) -> None:
 def advise(experiment: Experiment, processes: Processes) -> int:
     """Prints which method would be fastest; returns 0, or 3 if that is a dense one."""
     from train.advice import advise_experiment
-    from train.tables import check_file
+    from train.tables import check_file, write_whole
 
     for option, path in (("--json", experiment.json), ("--plan", experiment.plan)):
         check_file(option, path)
@@ -282,7 +282,7 @@ def advise(experiment: Experiment, processes: Processes) -> int:
     if processes.index == 0:
         print(advice)
         if experiment.json is not None:
-            experiment.json.write_text(advice.json() + "\n")
+            write_whole(experiment.json, advice.json() + "\n")
         if plan is not None and experiment.plan is not None:
             plan.write(experiment.plan)
             layers = "" if plan.dense_layers == "exchange" else f" --dense-layers {plan.dense_layers}"

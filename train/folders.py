@@ -18,7 +18,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from train.goodput import FILE
-from train.tables import reading
+from train.restarts import note_begun
+from train.tables import reading, write_whole
 
 RUNS, LOCK = "runs.json", "lock"  # files of a run's folder
 METRICS, SETTINGS = "metrics.jsonl", "settings.json"  # files of a method's folder in it
@@ -96,6 +97,7 @@ def _removed_if_empty(folder: Path, *, of_runs: bool = False) -> Iterator[None]:
                 folder.rmdir()
         elif folder.is_dir() and {path.name for path in folder.rglob("*") if path.is_file()} <= {RUNS, LOCK}:
             shutil.rmtree(folder)
+            note_begun(None)  # the next start begins anew
         raise
 
 
@@ -212,4 +214,4 @@ def _check_runs(folder: Path, runs: Sequence[str], resume: bool) -> None:
             f"--resume must go on with the methods that the run began with; got {', '.join(runs)} for {folder}, "
             f"which has {', '.join(before)}. Give the same method and options, or leave --resume out."
         )
-    (folder / RUNS).write_text(json.dumps(list(runs)) + "\n")
+    write_whole(folder / RUNS, json.dumps(list(runs)) + "\n")

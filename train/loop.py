@@ -36,7 +36,7 @@ from train.processes import Processes
 from train.restarts import ENDING, handled
 from train.schedules import make_schedule
 from train.scores import bleu
-from train.tables import display_name
+from train.tables import display_name, write_whole
 
 STATE_FORMAT = 5  # of a checkpoint's state; another number is refused
 
@@ -134,7 +134,7 @@ def train(
     log = Log(folder / METRICS, job.report, rare, after=first_step, writes=shows, tensorboard=board, schedule=schedule)
     if shows:
         sizes = {"parameters": job.report.parameters, "dense_bytes": job.dense}
-        (folder / SETTINGS).write_text(json.dumps(about | sizes, indent=2) + "\n")
+        write_whole(folder / SETTINGS, json.dumps(about | sizes, indent=2) + "\n")
     goodput.take(name, first_step, log.dropped)
     if log.last:
         progress.update(first_step, log.last["loss"], log.last["accuracy"], job.report.received)

@@ -13,7 +13,7 @@ from typing import IO, Any
 
 import jaxcomm as jc
 from train.folders import check_steps, read_lines
-from train.tables import plain
+from train.tables import plain, write_whole
 
 EXCHANGE = ("sent", "overflow", "skipped", "drained", "bytes_received")  # metrics that are not the loss function's
 
@@ -146,9 +146,7 @@ class Log:
         self._board = Board(path.parent, after) if writes and tensorboard else None
         if writes:
             path.parent.mkdir(parents=True, exist_ok=True)
-            draft = path.with_suffix(".draft")
-            draft.write_text("".join(json.dumps(plain(record)) + "\n" for record in records))
-            draft.replace(path)  # atomic: other processes may be reading it
+            write_whole(path, "".join(json.dumps(plain(record)) + "\n" for record in records))
             self._file = path.open("a")
 
     def record(self, step: int, metrics: dict[str, Any], test: dict[str, float] | None) -> dict[str, Any]:

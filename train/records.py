@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from train.tables import check_file, plain, reading
+from train.tables import check_file, plain, reading, write_whole
 
 Record = dict[str, Any]
 
@@ -72,9 +72,7 @@ class Records:
                 fcntl.flock(folder, fcntl.LOCK_EX)
             self._read()
             self._records.append(added)
-            draft = self._path.with_suffix(".draft")
-            draft.write_text("[\n" + ",\n".join(json.dumps(record) for record in self._records) + "\n]\n")
-            draft.replace(self._path)
+            write_whole(self._path, "[\n" + ",\n".join(json.dumps(record) for record in self._records) + "\n]\n")
         finally:
             os.close(folder)
         return added

@@ -16,7 +16,7 @@ import tyro
 from train.figures import BYTES, Line, draw_panels
 from train.folders import METRICS, SETTINGS, check_steps, read_lines
 from train.folders import read_runs as run_names
-from train.tables import display_name, format_cell, reading
+from train.tables import display_name, format_cell, reading, write_whole
 
 POINTS = 400  # of a line at most; more steps are averaged
 
@@ -83,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
             raise ValueError(f"--out must be a file; got the folder {out}. Name a file in it.")
         out.parent.mkdir(parents=True, exist_ok=True)
         origin = f"Made on {datetime.date.today()} by jaxcomm {metadata.version('jaxcomm')}."
-        out.write_text(page(curves, origin), encoding="utf-8")
+        write_whole(out, page(curves, origin))
     except (ValueError, OSError) as error:
         print(f"train report: {error}", file=sys.stderr)
         return 2

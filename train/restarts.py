@@ -45,10 +45,11 @@ def previous_run_folder() -> Path | None:
     return _read(int(os.environ[BEGUN])) if is_supervised() else None
 
 
-def note_begun(folder: Path) -> None:
-    """Notes the folder of the run, for later restarts."""
+def note_begun(folder: Path | None) -> None:
+    """Notes the folder of the run, for later restarts; None if it is removed again."""
     if is_supervised():
-        os.pwrite(int(os.environ[BEGUN]), os.fsencode(folder), 0)
+        os.ftruncate(note := int(os.environ[BEGUN]), 0)
+        os.pwrite(note, b"" if folder is None else os.fsencode(folder), 0)
 
 
 def _read(note: int) -> Path | None:

@@ -70,11 +70,33 @@ def format_cell(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file that is the old one or the new one, also if the disk is full or this process is killed meanwhile.
+
+    What is no file, as /dev/stdout, and a file in a folder that may not be written, are written in place. A file that
+    is equal stays.
+    """
+    path = path.resolve()  # a link stays one
+    if (path.exists() and not path.is_file()) or not os.access(path.parent, os.W_OK):
+        path.write_text(text, encoding="utf-8")
+    elif not path.exists() or path.read_bytes() != text.encode():
+        draft = path.with_name(f"{path.name}.draft")
+        try:
+            with draft.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            draft.replace(path)
+        except BaseException:
+            draft.unlink(missing_ok=True)
+            raise
+
+
 def write_records(path: Path | None, records: Sequence[Mapping[str, Any]]) -> None:
     """Writes records as a JSON list; does nothing without a path."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps([plain(record) for record in records], indent=2) + "\n")
+        write_whole(path, json.dumps([plain(record) for record in records], indent=2) + "\n")
 
 
 def check_file(option: str, path: Path | None) -> None:

@@ -5,11 +5,13 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from train.folders import check_fresh, run_folder
+from train.restarts import BEGUN, note_begun, previous_run_folder
 
 
 def test_the_first_free_name(tmp_path):
@@ -132,6 +134,35 @@ def test_an_early_failure_leaves_another_run(tmp_path):
         with pytest.raises(OSError, match="full"), run_folder(out, "digits", resume=False):
             begin_another_and_fail()
         assert [path.name for path in out.iterdir()] == ["digits-2"]
+
+
+def test_a_full_disk_keeps_what_a_run_has(tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError("No space left on device")
+
+    with run_folder(tmp_path, "digits", resume=False, runs=["plump_dp", "dct_dp"]) as folder:
+        (folder / "metrics.jsonl").touch()
+    for name in ("write", "fsync"):
+        monkeypatch.setattr(os, name, full)
+    monkeypatch.setattr(Path, "write_text", full)
+    with run_folder(tmp_path, "digits", resume=True, runs=["plump_dp", "dct_dp"]):
+        pass
+    assert json.loads((folder / "runs.json").read_text()) == ["plump_dp", "dct_dp"]
+
+
+@pytest.mark.parametrize("files", [[], ["metrics.jsonl"]])
+def test_a_folder_that_is_removed_is_not_gone_on_with(files, tmp_path, monkeypatch):
+    def begin(folder):
+        note_begun(folder)
+        for name in files:
+            (folder / name).touch()
+        raise OSError("full")
+
+    with tempfile.TemporaryFile() as file:
+        monkeypatch.setenv(BEGUN, str(file.fileno()))
+        with pytest.raises(OSError, match="full"), run_folder(tmp_path, "digits", resume=False) as folder:
+            begin(folder)
+        assert previous_run_folder() == (tmp_path / "digits" if files else None)
 
 
 @pytest.mark.parametrize("out", ["/dev/null", "/dev/null/runs", "/proc/runs", "/dev/full/\udcff"])

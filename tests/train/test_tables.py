@@ -1,8 +1,10 @@
 import json
+import os
+from pathlib import Path
 
 import pytest
 
-from train.tables import format_cell, print_table, write_records
+from train.tables import format_cell, print_table, write_records, write_whole
 
 RECORDS = [
     {"method": "plump_dp", "bytes_per_step": 907_848.0, "ratio": None, "steps": 4000},
@@ -37,3 +39,20 @@ def test_json(tmp_path):
     write_records(path, RECORDS)
     assert json.loads(path.read_text()) == RECORDS
     write_records(None, RECORDS)
+
+
+def test_a_file_is_the_old_or_the_new_one(tmp_path, monkeypatch):
+    def full(descriptor):
+        raise OSError("No space left on device")
+
+    path, link = tmp_path / "table.json", tmp_path / "link.json"
+    link.symlink_to(path)
+    write_whole(link, "old")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_whole(path, "new")
+    write_whole(path, "old")  # is there already
+    assert (path.read_text(), link.is_symlink()) == ("old", True)
+    assert sorted(tmp_path.iterdir()) == [link, path]
+    write_whole(Path("/dev/null"), "new")
+    assert not Path("/dev/null").is_file()
