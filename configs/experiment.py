@@ -180,9 +180,11 @@ class Experiment:
     connect_timeout: int = 300
     """Seconds within which all processes must connect."""
     peer_timeout: float = 60.0
-    """Seconds without a sign of life after which a process counts as gone, and the others end."""
+    """Seconds without a sign of life after which a process counts as gone, and the others end. One process alone is not
+    watched."""
     step_timeout: float = 1800.0
-    """Seconds within which some process must make progress: a step and its compilation, an evaluation, a checkpoint."""
+    """Seconds within which some process of several must make progress: a step and its compilation, an evaluation, a
+    checkpoint. With --rounds: seconds for which a request to the store is tried again."""
 
     @property
     def devices(self) -> int:
@@ -286,8 +288,23 @@ def check(experiment: Experiment, num_processes: int) -> None:
         )
 
 
+def check_alone(experiment: Experiment) -> None:
+    """Refuses, in a run that begins with one process, what only several look at: one has nobody to watch.
+
+    Raises:
+      ValueError: with the rule, the options and the remedy.
+    """
+    names = ("connect_timeout", "peer_timeout", "step_timeout", "min_workers")
+    options = {name: value for name in names if (value := getattr(experiment, name)) != getattr(Experiment, name)}
+    if options and experiment.rounds is None:
+        raise ValueError(
+            f"{', '.join(map(_option, options))} must go with several processes, which watch each other; got "
+            f"{shown(options)} with one. Leave these out."
+        )
+
+
 def check_options(experiment: Experiment, default: Experiment) -> None:
-    """Refuses what a user gave to a run in rounds, which would ignore it: a worker evaluates once, at its end.
+    """Refuses what a user gave to a run that would ignore it: in rounds, a worker evaluates once, at its end.
 
     Args:
       experiment: the fields.
@@ -296,12 +313,17 @@ def check_options(experiment: Experiment, default: Experiment) -> None:
     Raises:
       ValueError: with the rule, the options and the remedy.
     """
-    names = ("eval_every", "checkpoint_every", "connect_timeout", "peer_timeout")
+    names = ("eval_every", "checkpoint_every", "connect_timeout", "peer_timeout", "baseline", "beam")
     options = {name: value for name in names if (value := getattr(experiment, name)) != getattr(default, name)}
     if options and experiment.rounds is not None:
         raise ValueError(
-            "--rounds must go without options of checkpoints, processes and evaluations, of which a worker has one, at "
-            f"its end; got {shown(options)}. Leave these out."
+            "--rounds must go without options of checkpoints, processes, baselines and evaluations, of which a worker "
+            f"has one, at its end, without BLEU; got {shown(options)}. Leave these out."
+        )
+    if experiment.plan is not None and not experiment.advise and experiment.method != default.method:
+        raise ValueError(
+            f"--plan must go without a method, whose place it takes; got method:{experiment.method.name} with --plan "
+            f"{experiment.plan}. Leave one of them out."
         )
 
 
@@ -416,7 +438,7 @@ def with_fewer(experiment: Experiment, processes: int, total: int) -> Experiment
 
 def shown(layout: Mapping[str, Any]) -> str:
     """Returns fields as options of the command line."""
-    return ", ".join(f"{_option(name)} {value}" for name, value in layout.items())
+    return ", ".join("--no-baseline" if name == "baseline" else f"{_option(name)} {layout[name]}" for name in layout)
 
 
 def _option(name: str) -> str:

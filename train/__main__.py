@@ -21,7 +21,7 @@ import jax
 import tyro
 
 from configs import CONFIGS, take_config
-from configs.experiment import BoundaryFields, Experiment, check, check_options, with_fewer
+from configs.experiment import BoundaryFields, Experiment, check, check_alone, check_options, with_fewer
 from configs.methods import Method, PlumpDp
 from train.goodput import Goodput
 from train.processes import Processes, connect, is_addressed, prepare_jax
@@ -81,6 +81,8 @@ def come_together(experiment: Experiment) -> tuple[Experiment, Processes]:
         nonlocal process_count
         process_count = count
         check(experiment, count)
+        if count == 1:
+            check_alone(experiment)
 
     may_shrink = experiment.min_workers is not None and previous_run_folder() is not None
     processes = connect(
@@ -93,7 +95,11 @@ def come_together(experiment: Experiment) -> tuple[Experiment, Processes]:
         patience=experiment.peer_timeout,
     )
     agreed = with_fewer(experiment, processes.count, process_count) if processes.missing else experiment
-    assert agreed is not None  # otherwise process 0 would still be waiting
+    if agreed is None:  # process 0 has found otherwise
+        raise ValueError(
+            f"--min-workers must be the same in all processes; got {experiment.min_workers} in process "
+            f"{processes.index}, and process 0 goes on with fewer workers. Give it to every process."
+        )
     if processes.missing and processes.index == 0:
         numbers = ", ".join(map(str, processes.missing))
         per_process = experiment.workers // process_count

@@ -325,6 +325,11 @@ def _evaluate(task: Task, graph: Graph, model: Model, batch: Any) -> dict[str, j
 
 def _translator(experiment: Experiment, info: DatasetInfo, graph: Graph, everywhere: Any) -> Any:
     if not isinstance(info, TranslationInfo):
+        if experiment.beam != Experiment.beam:
+            raise ValueError(
+                f"--beam must go with a translation, whose BLEU it is for; got {experiment.beam} for "
+                f"{experiment.dataset}. Leave it out."
+            )
         return None
 
     def translate(model: Model, source: jax.Array) -> jax.Array:

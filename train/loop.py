@@ -111,6 +111,9 @@ def train(
     }
     batches = train_batches(experiment.dataset, seed=experiment.seed, augment=experiment.augment, **where)
     tests = eval_batches(experiment.dataset, **where)
+    if job.translate is not None:  # or what is missing would show after the last step
+        references = open_text(experiment.dataset, "test", experiment.data_dir).references[:1]
+        bleu(references, references)
     folder, about = _folder_of(experiment, method), describe(experiment, method) | {"format": STATE_FORMAT}
     name, checkpoints = folder.name, Checkpoints(folder / "checkpoints")
     label = display_name(name)

@@ -30,7 +30,6 @@ OWN = (
     "plan",
     "resume",
     "restarts",
-    "min_workers",
 )
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 

@@ -188,6 +188,16 @@ def test_a_missing_file(tmp_path):
             read()
 
 
+@pytest.mark.parametrize("content", [None, b"", b"other"])
+def test_subwords_that_cannot_be_read(content, tmp_path):
+    prepare(tmp_path)
+    path = tmp_path / "data" / "iwslt14" / "1.0.0" / "subwords.model"
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content)
+    refused(lambda: text(tmp_path), f"{path} must hold the subwords of iwslt14", "prepare it anew")
+
+
 def text(tmp_path):
     return open_text("iwslt14", "test", tmp_path / "data")
 

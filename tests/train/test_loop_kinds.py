@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from types import SimpleNamespace
 
 import jax
@@ -52,6 +53,15 @@ def parallel(tmp_path_factory):
     splits = {"train": pairs[:30], "valid": pairs[30:33], "test": pairs[31:]}
     prepare_pairs("iwslt14", splits, ("de", "en"), Lengths(48, 24, 24), folder)
     return folder
+
+
+def test_subwords_are_read_before_the_first_step(parallel, tmp_path):
+    folder = tmp_path / "data"
+    shutil.copytree(parallel, folder)
+    (folder / "iwslt14" / "1.0.0" / "subwords.model").unlink()
+    with pytest.raises(ValueError, match="must hold the subwords of iwslt14"):
+        run(tmp_path, PlumpDp(), data_dir=folder, **TRANSLATIONS)
+    assert not list(tmp_path.rglob("metrics.jsonl"))
 
 
 @pytest.mark.slow

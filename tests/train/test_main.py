@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from functools import partial
@@ -21,9 +22,10 @@ import pytest
 from configs import CONFIGS
 from configs.methods import DctDp, Iwp, LocalSgd, Method, PlumpDp, QuantDp, SlimDp, TopK
 from tests.train.runs import MLP, Told
-from train.__main__ import main, parse, run
+from train.__main__ import come_together, main, parse, run
 from train.loop import train as train_one
 from train.processes import Processes
+from train.restarts import BEGUN
 
 ROOT = Path(__file__).parents[2]
 # Three real steps.
@@ -263,6 +265,11 @@ def test_folders_and_resume(tmp_path, capsys):
         (["--json", "/dev/null/x.json"], ["--json must be a file that can be written", "got /dev/null/x.json"]),
         (["--out", "/dev/null"], ["--out must be a folder in which", "got '/dev/null'"]),
         (["--resume"], ["--resume must go on with a run that has begun", "Leave --resume out"]),
+        (["--beam", "3"], ["--beam must go with a translation", "got 3 for digits", "Leave it out"]),
+        (["--plan", "plan.json", "method:top-k"], ["--plan must go without a method", "got method:topk with --plan"]),
+        (["--peer-timeout", "8"], ["--peer-timeout must go with several processes", "got --peer-timeout 8.0 with one"]),
+        (["--step-timeout", "8"], ["--step-timeout must go with several processes", "got --step-timeout 8.0 with one"]),
+        (["--connect-timeout", "8"], ["--connect-timeout must go with several processes"]),
         (["--momentum", "1.0", "method:dgc"], ["momentum", "below 1", "got 1.0"]),
         (["method:iwp", "--method.publishers", "5"], ["publishers must be at most the number of workers, 4; got 5"]),
         (["--optimizer", "adam", "method:dgc"], ["--optimizer must be sgd with dgc", "momentum inside", "got adam"]),
@@ -280,6 +287,25 @@ def test_bad_values(argv, message, started, tmp_path, capsys):
     for part in message:
         assert part in text
     assert not out.exists()
+
+
+def test_one_process_has_no_others_to_go_on_with(started, tmp_path, monkeypatch, capsys):
+    with tempfile.TemporaryFile() as file:  # as under a supervisor
+        monkeypatch.setenv(BEGUN, str(file.fileno()))
+        assert main([*SHORT, "--out", str(tmp_path), "--restarts", "1", "--min-workers", "2"]) == 2
+    assert "--min-workers must go with several processes, which" in capsys.readouterr().err
+
+
+def test_a_process_with_another_min_workers(started, tmp_path, monkeypatch):
+    """Process 0 goes on with fewer workers than this one may."""
+
+    def connect(*args, check, **options):
+        check(3)
+        return Processes(1, 2, missing=(2,))
+
+    monkeypatch.setattr("train.__main__.connect", connect)
+    with pytest.raises(ValueError, match="--min-workers must be the same in all processes; got None in process 1"):
+        come_together(parse([*SHORT, "--workers", "3", "--restarts", "1"]))
 
 
 @pytest.mark.parametrize(

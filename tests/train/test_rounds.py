@@ -107,8 +107,8 @@ def test_the_learning_rate_falls_in_every_step(tmp_path, started, monkeypatch):
 
     monkeypatch.setattr(InnerStep, "__call__", counting)
     assert start(tmp_path, "a", "--steps", "12", overlap="2") == 0
-    assert counts == list(range(1, len(counts) + 1))
-    assert len(counts) >= 12
+    assert counts == sorted(set(counts))
+    assert counts[:3] == [1, 2, 3]
 
 
 def test_the_learning_rate_is_that_of_the_round():
@@ -136,11 +136,18 @@ def test_options_that_do_not_go_with_rounds(options, said):
         check(experiment, 1)
 
 
-@pytest.mark.parametrize("option", ["--eval-every", "--checkpoint-every", "--connect-timeout", "--peer-timeout"])
+@pytest.mark.parametrize(
+    "option", ["--eval-every", "--checkpoint-every", "--connect-timeout", "--peer-timeout", "--beam"]
+)
 def test_options_that_a_worker_would_ignore(option):
     with pytest.raises(ValueError, match=f"--rounds must go without .*{option} 7"):
         parse(["digits", "--rounds", "store", option, "7", *OPTIONS, *METHOD])
     parse(["digits", option, "7"])
+
+
+def test_rounds_have_no_baseline():
+    with pytest.raises(ValueError, match=r"--rounds must go without .*; got --no-baseline. Leave"):
+        parse(["digits", "--rounds", "store", "--no-baseline", *OPTIONS, *METHOD])
 
 
 def test_methods_without_local_steps():

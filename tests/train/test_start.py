@@ -68,6 +68,7 @@ def test_a_missing_process():
         {"method": dataclasses.replace(CONFIGS["digits"].method, sparsity=0.95)},
         {"workers": 2},
         {"checkpoint_every": 7},
+        {"min_workers": 2},
     ],
 )
 def test_settings_that_count(change):

@@ -93,7 +93,7 @@ def open_text(name: str, split: str, data_dir: str | os.PathLike[str] | None = N
     """Reads the text of a split of a translation, for BLEU, and the subwords that turn numbers into text.
 
     Raises:
-      ValueError: if the dataset is not a translation, or there is none of this name.
+      ValueError: if the dataset is not a translation, there is none of this name, or its subwords cannot be read.
     """
     _dataset(name)
     if name not in TRANSLATIONS:

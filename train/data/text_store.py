@@ -223,11 +223,24 @@ class Text:
 
 
 def translation_text(name: str, split: str, root: Path) -> Text:
-    """Reads the text of a split of a prepared translation."""
+    """Reads the text of a split of a prepared translation, and its subwords.
+
+    Raises:
+      ValueError: if the subwords are missing or damaged.
+    """
     rows = TRANSLATIONS[name].open(split, root, TEXT_TYPES)
     text = rows.read(np.arange(len(rows)), None)
     sources, references = ([sentence.decode() for sentence in text[column]] for column in TEXT_TYPES)
-    return Text(Subwords((root / folder_of(name) / "subwords.model").read_bytes()), sources, references)
+    path = root / folder_of(name) / "subwords.model"
+    try:
+        subwords = Subwords(path.read_bytes())
+        subwords.encode(references[:1])  # an empty file is read without an error
+    except (OSError, RuntimeError) as error:
+        raise ValueError(
+            f"{path} must hold the subwords of {name}; got {error}. Copy the folder again, or remove it and prepare it "
+            "anew."
+        ) from None
+    return Text(subwords, sources, references)
 
 
 def folder_of(name: str) -> Path:
