@@ -64,6 +64,7 @@ class Log:
       limit: the largest norm of a payload that counts, in units of the round's median.
       total: rounds of the run; None for a run without end.
       previous: the manifest of the last round that was read.
+      put: the last round into which a payload was put.
     """
 
     objects: Objects
@@ -76,6 +77,7 @@ class Log:
     limit: float
     total: int | None
     previous: Manifest | None = None
+    put: int | None = None
     _cache: dict[str, bytes] = field(default_factory=dict)
     _known: dict[int, Manifest] = field(default_factory=dict)
 
@@ -207,6 +209,7 @@ class Log:
                     "stopped, or another one has the same name.",
                     stacklevel=2,
                 )
+        self.put = opened
         own = yield from self.outcome(opened)
         return (yield from self.follow(number, own))
 

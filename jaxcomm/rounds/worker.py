@@ -157,7 +157,7 @@ class Worker:
         """Ends the work.
 
         Args:
-          wait: the most seconds to wait for the worker's round.
+          wait: the most seconds to wait for the worker's round. An upload that has begun is waited for in any case.
           keep: whether what is not sent stays in the store, where a worker of the same name takes it up: 8 bytes a
             parameter, and 8 more if the round is not over. Pass False at the end of training.
         """
@@ -226,7 +226,9 @@ class Worker:
             base = self._sent
             if self._hosts.flag(sending.withdraw()):
                 unsent, sending = sending.packing.late, None
-            else:  # the round decides on it later: what came after it is kept apart
+            else:  # the round decides on it later, once it is there: what came after it is kept apart
+                while self._task is not None and not self._task.done() and self._log.put != sending.number:
+                    yield POLL
                 unsent = unsent._replace(rows=0.0)
         if self._rows:
             change = self._model.change(base, self._own)

@@ -16,7 +16,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from obstore.exceptions import NotFoundError, PermissionDeniedError
+from obstore.exceptions import GenericError, NotFoundError, PermissionDeniedError
 from obstore.store import MemoryStore
 
 import jaxcomm as jc
@@ -488,6 +488,36 @@ def test_a_payload_that_is_made_while_its_worker_leaves_counts_once(monkeypatch)
     rows = [member.header.rows for manifest in manifests(store) for member in manifest.members]
     assert sum(rows) <= 4 * steps
     assert rows[0] == 16.0  # what it had not sent, and the next life's first steps
+
+
+def test_a_worker_does_not_leave_before_its_payload_is_put():
+    """Else its next life, and all others, would wait for a round whose payload never comes."""
+    archive, clock = Archive(), SimClock()
+    sites = [Site(clock, archive, name, last=6) for name in "ab"]
+
+    class Closed:
+        def put(self, path, raw, **kwargs):
+            if path.endswith("payload/a") and clock.now() < 40.0:
+                raise GenericError("status 500")
+            archive.put(path, raw, **kwargs)
+
+        def __getattr__(self, verb):
+            return getattr(archive, verb)
+
+    sites[0].store = Closed()
+
+    def lives():
+        yield from sites[0].main(most=4, leave=True)
+        clock.kill("a")  # with its threads
+        yield from sites[0].main()
+
+    clock.start(lives(), "a")
+    sites[1].start()
+    with pytest.warns(UserWarning, match="Trying again"):
+        clock.loop()
+    assert members(archive) == ["ab"] * 6
+    sites[0].store = archive
+    check(archive, *sites)
 
 
 def test_a_worker_that_waits_can_be_stopped():
