@@ -13,6 +13,7 @@ from tests.jaxcomm.rounds.simulation import (
     check_nothing_is_lost,
     check_replay,
     manifests,
+    tree,
 )
 
 
@@ -214,3 +215,51 @@ def test_random_schedules(seed):
 def test_many_random_schedules(part):
     for seed in range(100 + 20 * part, 120 + 20 * part):
         random_schedule(seed)
+
+
+class Sick(Site):
+    """Its parameters are NaN for some time."""
+
+    sick = (0.0, 0.0)
+
+    def step(self, params, local, batch):
+        params, local, metrics = super().step(params, local, batch)
+        if self.sick[0] <= self.clock.now() < self.sick[1]:
+            params = tree(lambda x: (x * np.nan).astype(np.float32), params)
+        return params, local, metrics
+
+
+def stopped_lives(site, ends, rng):
+    """A program that is stopped at some times, wherever it waits; half of them with its threads."""
+    for end in ends:
+        site.options["stop"] = lambda end=end: site.clock.now() >= end
+        yield from site.main()
+        if site.worker.done:
+            return
+        yield from site.worker.depart(5.0, True)
+        site.close()
+        if rng.random() < 0.5:
+            site.clock.kill(site.name)
+        yield float(rng.exponential(10.0))
+    site.options["stop"] = None
+    yield from site.main()
+
+
+@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 50))])
+def test_random_stops(seed):
+    """Any worker is stopped at any time, and goes on; one is not finite for some time. Nothing is lost."""
+    rng = np.random.default_rng(seed)
+    clock, archive = SimClock(rng), Archive()
+    store = Faulty(archive, rng, rng.choice([0.0, 0.05]))
+    sites = [Sick(clock, store, name, seconds=rng.lognormal(0, 0.5), grace=1.0) for name in "abc"]
+    sites[2].sick = float(rng.uniform(0, 20)), float(rng.uniform(10, 40))
+    for site in sites:
+        ends = sorted(rng.uniform(2, 60, int(rng.integers(0, 4))))
+        clock.start(stopped_lives(site, ends, rng), site.name, float(rng.exponential(5.0)))
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", message=".*(Trying again|waited for|not finite|of 'c': this worker has put it)"
+        )
+        clock.loop()
+    assert [site.worker.round for site in sites] == [8] * 3
+    check(archive, *sites[:2])
