@@ -111,9 +111,8 @@ def train(
     }
     batches = train_batches(experiment.dataset, seed=experiment.seed, augment=experiment.augment, **where)
     tests = eval_batches(experiment.dataset, **where)
-    if job.translate is not None:  # or what is missing would show after the last step
-        references = open_text(experiment.dataset, "test", experiment.data_dir).references[:1]
-        bleu(references, references)
+    if job.translate is not None:
+        open_text(experiment.dataset, "test", experiment.data_dir)  # or what is missing would show after the last step
     folder, about = _folder_of(experiment, method), describe(experiment, method) | {"format": STATE_FORMAT}
     name, checkpoints = folder.name, Checkpoints(folder / "checkpoints")
     label = display_name(name)
