@@ -239,8 +239,10 @@ class DataParallel:
                     f"{[origin or name for origin, name in pairs[:12]]}{' and others' if pairs[12:] else ''}. Leave it "
                     "out, or take the path of an output, or of the argument that it continues."
                 )
-        for name, spec, origin in zip(names, leaf_specs(out), origins, strict=True):
+        for name, spec, origin, x in zip(names, leaf_specs(out), origins, jax.tree.leaves(out), strict=True):
             hows = [how for how, regex in patterns.items() if any(re.search(regex, x) for x in (name, origin or name))]
+            if "rows" in hows and not jnp.ndim(x):
+                hows.remove("rows")  # a scalar has none, in the state either
             if len(hows) > 1:
                 raise ValueError(
                     f"One of mean, sum, max and rows must match an output; got {' and '.join(hows)} for {name!r}"
@@ -361,6 +363,7 @@ class DataParallel:
         has_rows += [spec != P() for spec in specs[1]]
         step_alone = self._worker_step(state, batch, specs, [])  # its outputs may be named otherwise
         scaling = StepScaling.of(step_alone, traced, arrays, specs, has_rows, axes)
+        self._check_rows(about, out.pick(leaf_specs(out.tree())), scaling.rows)
         counts = [number.is_count for number in scaling.outputs] or [False] * len(about)
         differs = [mark or not marks.isdisjoint(axes) for mark, marks in zip(counts, varying, strict=True)]
         is_summed = self._summed(about, out.arrays, differs, state, specs[0])
@@ -420,6 +423,16 @@ class DataParallel:
     def _is_rows(self, name: str) -> bool:
         rows = self._said["rows"]
         return rows is not None and re.search(rows, name) is not None
+
+    def _check_rows(self, about: list[Leaf], own: list[P], rows: Sequence[list[int]]) -> None:
+        """Refuses outputs that are cut along another axis than that of their rows."""
+        for leaf, own_spec, axes in zip(about, own, rows, strict=False):
+            if own_spec == P() and leaf.spec != P() and axes != [len(leaf.spec) - 1]:
+                raise ValueError(
+                    f"rows= must name what each row has of its own, along axis {len(leaf.spec) - 1}; got {leaf.name!r}"
+                    f", whose axes of rows are {axes or 'none'}. Narrow the pattern; move the rows to that axis; or "
+                    f"gather what is of pairs of rows: jax.lax.all_gather(x, {self._axes[0]!r}, tiled=True)."
+                )
 
     def _hows(
         self, about: list["Leaf"], arrays: list[Any], varying: list[Axes], scalars: set[str], counts: list[bool]

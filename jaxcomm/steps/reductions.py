@@ -161,11 +161,13 @@ class StepScaling(NamedTuple):
       outputs: those of the outputs; none if they are not known.
       gradients: those of what enters an exchange and is computed from rows.
       workers: K.
+      rows: the axes of every output that are of rows; none if they are not known.
     """
 
     outputs: list[Scaling]
     gradients: list[Scaling]
     workers: int
+    rows: Sequence[list[int]] = ()
 
     @classmethod
     def of(
@@ -217,8 +219,10 @@ class StepScaling(NamedTuple):
         walk = _Walk(workers, factor, axes, is_alone, has_one)
         bodies = [_shard_map_in(x)[0].params["jaxpr"] for x in (one, two)]
         numbers = _compare(bodies[0], bodies[1], [inputs.get(var, Scaling()) for var in eqn.invars], walk)
+        pairs = zip(*(inner_jaxpr(body).outvars for body in bodies), strict=True)
+        rows = [axes_of_rows(*pair) for pair in pairs]
         if numbers[:1] == [_NEITHER]:
-            return cls(numbers, [_NEITHER], workers)
+            return cls(numbers, [_NEITHER], workers, rows)
         if not is_alone:  # of what all workers have, no sum is told from a mean
             numbers, walk.gradients = (
                 [_NEITHER if x.is_own and math.isfinite(x.power) and x.power != 0 else x for x in known]
@@ -238,7 +242,7 @@ class StepScaling(NamedTuple):
             gradient._replace(is_multiple=gradient.is_multiple or (gradient.is_shared and gradient.power == -1))
             for gradient in walk.gradients
         ]
-        return cls(numbers, gradients, workers)
+        return cls(numbers, gradients, workers, rows)
 
     def check_named(
         self, names: Sequence[str], hows: Sequence[str], go_on: Sequence[bool], patterns: Mapping[str, str | None]

@@ -853,6 +853,28 @@ def test_rows_of_workers_go_through():
         tailed(recurrent, rows="state/h")[0](state)
 
 
+@pytest.mark.parametrize(
+    ("output", "axes"),
+    [
+        (lambda x: x.T, r"\[1\]"),
+        (lambda x: x @ x.T, r"\[0, 1\]"),
+        (lambda x: x.mean(0), "none"),
+    ],
+    ids=["second", "pairs", "mean"],
+)
+def test_rows_that_are_none(output, axes):
+    with pytest.raises(ValueError, match=rf"rows= must name .* along axis 0; got '3/each', whose axes.* are {axes}"):
+        tailed(lambda state, batch: (state, {"each": output(batch["x"])}), rows="each")[0](jnp.zeros(()))
+
+
+def test_a_scalar_beside_rows():
+    """The pattern finds both."""
+    step, expected = tailed(
+        lambda state, batch: (state, {"each": batch["x"].sum(1), "each_mean": batch["x"].mean()}), rows="each"
+    )
+    assert_close(step(jnp.zeros(())), jax.device_get(expected(jnp.zeros(()))), rtol=1e-5)
+
+
 def test_items_of_workers_go_through():
     def own(state, batch):
         return jc.PerWorker(state.rows + batch["y"].sum(), state.axes), {}
