@@ -431,7 +431,8 @@ class _Walk:
         if name == "cond":
             pairs = zip(params["branches"], two.params["branches"], strict=True)
             branches = [self.outputs(*pair, operands[1:]) for pair in pairs]
-            return [_picked(operands[:1], _same(outs)) for outs in zip(*branches, strict=True)]
+            is_agreed = any(map(jaxpr_communicates, inner_jaxprs(params)))  # then all workers take the same branch
+            return [_picked([] if is_agreed else operands[:1], _same(outs)) for outs in zip(*branches, strict=True)]
         inner = [inner_jaxprs(eqn.params) for eqn in (one, two)]
         if name != "while" and len(inner[0]) == len(inner[1]) == 1 and len(inner[0][0].invars) == len(operands):
             programs = [
@@ -644,8 +645,9 @@ class _Walk:
         if not operand.is_own and operand.constant is not None and name in _SUMS:  # the number of workers
             return shared._replace(constant=self.workers * operand.constant)
         if not operand.is_own or COLLECTIVES[name] not in ("all_reduce", "all_gather"):
-            is_own = operand.is_own or name in ("reduce_scatter", "all_to_all", "ppermute")  # rows again
-            return shared._replace(is_own=is_own, is_total=operand.is_total and not is_own)
+            is_moved = name in ("reduce_scatter", "all_to_all", "ppermute")  # rows again, each where a worker needs it
+            is_own, is_of_worker = operand.is_own or is_moved, operand.is_of_worker or is_moved
+            return shared._replace(is_own=is_own, is_of_worker=is_of_worker, is_total=operand.is_total and not is_own)
         if axes != self.axes:
             return _NEITHER
         is_known = name in _SUMS or operand.power == 0
