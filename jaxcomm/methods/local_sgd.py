@@ -219,11 +219,7 @@ class LocalSgd(LocalExchange):
             return zeros_unless(ok, updates), vary_rows(state.replace(metrics=ExchangeMetrics.zeros()), extra_axes)
 
         def communicate() -> tuple[Any, ExchangeState]:
-            def outer_gradient(a: jax.Array, p: jax.Array, u: jax.Array) -> jax.Array:
-                return jnp.where(ok, a - (widened(p) + widened(u)), jnp.nan)
-
-            gradient = jax.tree.map(outer_gradient, old.anchor, params, updates)
-            memory, metrics = self._outer_step(gradient, old)
+            memory, metrics = self._outer_step(_outer_gradient(ok, old.anchor, params, updates), old)
 
             def to_anchor(a: jax.Array, p: jax.Array) -> jax.Array:
                 return jnp.where(metrics.skipped == 0, a - widened(p), 0.0).astype(p.dtype)
@@ -256,11 +252,8 @@ class LocalSgd(LocalExchange):
         local_updates = zeros_unless(ok, updates)
 
         def exchange(turn: int) -> Any:
-            def outer_gradient(a: Any, p: jax.Array, u: jax.Array) -> Any:
-                return a if is_masked(a) else jnp.where(ok, a - (widened(p) + widened(u)), jnp.nan)
-
             anchored, merged_at = old[turn]
-            gradient = jax.tree.map(outer_gradient, anchored.anchor, params, local_updates, is_leaf=is_masked)
+            gradient = _outer_gradient(ok, anchored.anchor, params, local_updates)
             anchored, metrics = self._outer_step(gradient, anchored)
             new = Fragment(anchored, jnp.where(metrics.skipped == 0, step + self.overlap, merged_at))
             return vary_rows(((*old[:turn], new, *old[turn + 1 :]), metrics), extra_axes)
@@ -283,6 +276,15 @@ class LocalSgd(LocalExchange):
         memory, metrics = switch(step, exchange, vary_rows((old, ExchangeMetrics.zeros()), extra_axes))
         local_updates = switch(step - self.overlap, merge, local_updates)
         return local_updates, state.replace(step=step, metrics=metrics, memory=memory)
+
+
+def _outer_gradient(ok: jax.Array, anchor: PyTree, params: Params, updates: PyTree) -> Any:
+    """Returns what a worker is away from the anchor, NaN unless `ok` holds; leaves that are masked in it stay so."""
+
+    def away(a: Any, p: jax.Array, u: jax.Array) -> Any:
+        return a if is_masked(a) else jnp.where(ok, a - (widened(p) + widened(u)), jnp.nan)
+
+    return jax.tree.map(away, anchor, params, updates, is_leaf=is_masked)
 
 
 def _cut(tree: PyTree, fragments: int | Sequence[Where]) -> list[Any]:

@@ -317,8 +317,8 @@ def _check_methods(methods: Mapping[str, optax.GradientTransformation], params: 
     check_range("methods", methods, "exchanges by name", isinstance(methods, Mapping), remedy)
     for name, tx in methods.items():
         check_transformation(f"methods[{name!r}]", tx)
-        paths, found = jax.tree_util.tree_leaves_with_path(params), exchange_states(jax.eval_shape(tx.init, params))
-        for method in (state.method for state in found):
+        paths = jax.tree_util.tree_leaves_with_path(params)
+        for method in (state.method for state in exchange_states(jax.eval_shape(tx.init, params))):
             is_own = name not in WAYS and (name not in ALL_DENSE or method.name == "plump_dp")
             rule = f"exchanges with names of their own, not those of others, {', '.join((*WAYS, *ALL_DENSE))}"
             check_range("methods", f"{method.name} as {name!r}", rule, is_own, "Take another name")

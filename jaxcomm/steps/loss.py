@@ -116,8 +116,9 @@ class Scalars(NamedTuple):
         if names:
             warn("is_alike", named.items())
         if self.micro_batches > 1:  # what is of all workers is still of one micro-batch
-            by_part = scalings(lambda rows: function(rows, params), rows, workers) or numbers
-            numbers = jax.tree.map(Scaling.of_micro_batch, numbers, by_part, is_leaf=_is_scaling)
+            is_shared = any(number.is_shared for number in jax.tree.leaves(numbers, is_leaf=_is_scaling))
+            by_part = scalings(lambda rows: function(rows, params), rows, workers) if is_shared else None
+            numbers = jax.tree.map(Scaling.of_micro_batch, numbers, by_part or numbers, is_leaf=_is_scaling)
         loss, scalars, model_state = numbers
         if loss.reduction == "sum" and self.of("loss") == "mean":
             raise ValueError(

@@ -203,13 +203,13 @@ class StepScaling(NamedTuple):
             with contextlib.suppress(Exception):
                 return jax.make_jaxpr(jax.shard_map(step, **how))(*treedef.unflatten(shape_of(*x) for x in arguments))
 
-        one, two, is_alone = program, trace(1, is_alone=True), True
         # Along one row it may have other operations.
         has_one = any(has and jnp.shape(leaf)[len(spec) - 1] == workers for leaf, spec, has in arguments)
-        if has_one and (of_two := trace(2, is_alone=False)) is not None:
-            one, two = of_two, trace(2, is_alone=True)
+        of_two = trace(2, is_alone=False) if has_one else None
+        one = program if of_two is None else of_two
+        two, is_alone = trace(1 if of_two is None else 2, is_alone=True), True
         if two is None:  # a number of workers or of rows is written in it
-            if (has_one and one is program) or trace(1, is_alone=False) is None:
+            if (has_one and of_two is None) or trace(1, is_alone=False) is None:
                 return cls([], [], workers)
             two, is_alone = trace(4 if has_one else 2, is_alone=False), False
         (eqn, variables), factor = _shard_map_in(one), workers if is_alone else 2
