@@ -38,7 +38,7 @@ from benchmarks.shapes import shapes_of
 from configs import CONFIGS
 from configs.methods import DctDp, LocalSgd, Method, PlumpDp, PowerSgd, QuantDp, RandomK, Sign, TopK
 from jaxcomm.planner.advice import DENSE, candidates
-from jaxcomm.planner.costs import Accuracy, Bench, cost_key, lower_coding, measure_copy
+from jaxcomm.planner.costs import Accuracy, Bench, cost_key, lower_coding, measure_copy, method_of, size_of
 from jaxcomm.planner.prediction import ALL_DENSE
 from train.compare import interval, summarise
 from train.loop import describe
@@ -59,6 +59,13 @@ MEASURED: dict[str, Method] = {
     "quant_dp(8)": QuantDp(bits=8),
     "sign": Sign(),
     "local_sgd(10)": LocalSgd(steps=10, outer_momentum=0.9),
+}
+# The same with other sizes: what coding grows by, see `jaxcomm.planner.costs.size_of`.
+LARGER = {
+    "dct_dp(0.99)": jc.dct_dp(0.9),
+    "topk(0.99)": jc.topk(0.9),
+    "random_k(0.9)": jc.random_k(0.5),
+    "powersgd(4)": jc.powersgd(64),
 }
 REGIONS = Path(__file__).parents[1] / "docs" / "figures" / "regions.png"
 WIDTH, LAYERS, CLASSES, ROWS = 1024, 3, 10, 64  # of the MLP
@@ -340,25 +347,29 @@ def calibrate(config: Config) -> None:
     gradients = [random.standard_normal(shape, np.float32) for shape in shapes]
     params = [random.standard_normal(shape, np.float32) for shape in shapes]
     n = sum(leaf.size for leaf in params)
+
+    def copies(tx: optax.GradientTransformation, workers: int) -> float:
+        bench = Bench(mesh, "data", workers)
+        coding, ratios = lower_coding(bench, tx, bench.spread(gradients), bench.spread(params)), []
+        for _ in range(7):  # the speed of this machine's cores varies: both sides of a ratio are of one moment
+            copy = measure_copy(bench, n)
+            ratios.append(coding.cost().seconds / (jc.planner.COPY_BYTES * n * copy))
+        return statistics.median(ratios)
+
     table_of_costs: dict[str, dict[str, float]] = {}
     for name, tx in candidates(local=False).items():  # a local method costs its exchange, once per period
-        (method,) = [state.method for state in jc.exchange.exchange_states(jax.eval_shape(tx.init, params))]
-        copies: dict[str, dict[int, float]] = {}  # by what the table calls the method, and K
+        method, by_key = method_of(tx, params), dict[str, dict[int, float]]()
         for workers in (2, 8, 32):
-            bench = Bench(mesh, "data", workers)
-            rows, spread_params = bench.spread(gradients), bench.spread(params)
-            coding, ratios = lower_coding(bench, tx, rows, spread_params), []
-            for _ in range(7):  # the speed of this machine's cores varies: both sides of a ratio are of one moment
-                copy = measure_copy(bench, n)
-                ratios.append(coding.cost().seconds / (jc.planner.COPY_BYTES * n * copy))
-            copies.setdefault(cost_key(method, workers), {})[workers] = statistics.median(ratios)
-        for key, by_workers in copies.items():
+            by_key.setdefault(cost_key(method, workers), {})[workers] = copies(tx, workers)
+        for key, by_workers in by_key.items():
             fewest, most_workers = min(by_workers), max(by_workers)
             slope = max(0.0, (by_workers[most_workers] - by_workers[fewest]) / max(1, most_workers - fewest))
-            table_of_costs[key] = {
-                "fixed": round(max(0.0, by_workers[fewest] - fewest * slope), 3),
-                "a_worker": round(slope, 3),
-            }
+            costs = {"fixed": max(0.0, by_workers[fewest] - fewest * slope), "a_worker": slope}
+            if name in LARGER:
+                at, size = (size_of(method_of(one, params)) or 0.0 for one in (tx, LARGER[name]))
+                fixed = copies(LARGER[name], fewest) - fewest * slope * size / at
+                costs |= {"at": at, "a_unit": max(0.0, (fixed - costs["fixed"]) / (size - at))}
+            table_of_costs[key] = {field: round(value, 3) for field, value in costs.items()}
             print(f"{name}: {key} {table_of_costs[key]}", flush=True)
     table = {
         "source": "python -m benchmarks.planner --calibrate",

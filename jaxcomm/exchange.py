@@ -295,6 +295,12 @@ class Exchange:
         return None
 
     @property
+    def full_every(self) -> int | None:
+        """Exchanges from one that sends everything, or its masks, to the next, on average; None if all send alike."""
+        inner = getattr(self, "exchange", None)
+        return None if inner is None else inner.method.full_every
+
+    @property
     def turns(self) -> int:
         """How many exchanges, `period` steps apart, a local method takes to exchange all parameters once."""
         return 1

@@ -143,6 +143,11 @@ def exchange_turns(state: PyTree) -> int:
     return next((exchange.method.turns for exchange in exchange_states(state)), 1)
 
 
+def full_interval(state: PyTree) -> int | None:
+    """Finds the exchanges from one that sends everything to the next, on average; None if all send alike."""
+    return next((exchange.method.full_every for exchange in exchange_states(state)), None)
+
+
 def applies_step(metrics: ExchangeMetrics, reverts_on_skip: bool) -> jax.Array:
     """Returns whether a step should change parameters and optimizer: () bool, False if a skipped exchange undoes it."""
     ok = metrics.skipped == 0

@@ -175,10 +175,15 @@ class Program:
         return sum((traffic.received for traffic in self.usual), Fraction(0))
 
     @property
+    def most_expensive(self) -> list[Traffic]:
+        """The collectives of the most expensive step: of every conditional, the branch that receives most."""
+        worst = (max(branches, key=lambda branch: branch.received_at_most) for branches in self.conditionals)
+        return [*self.always, *(traffic for branch in worst for traffic in branch.most_expensive)]
+
+    @property
     def received_at_most(self) -> Fraction:
         """Bytes that each worker receives in the most expensive step."""
-        worst = (max(branch.received_at_most for branch in branches) for branches in self.conditionals)
-        return self.received_always + sum(worst, Fraction(0))
+        return sum((traffic.received for traffic in self.most_expensive), Fraction(0))
 
     def operations(self) -> Iterator[tuple[str, Traffic]]:
         """Yields ("always" or "branch", operation) for every collective."""

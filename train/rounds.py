@@ -19,10 +19,11 @@ from jaxcomm.rounds.worker import Worker
 from train.data import eval_batches, train_batches
 from train.folders import METRICS
 from train.job import Job, make_job
-from train.loop import Progress, stopping, test_scores, to_mesh
+from train.loop import Progress, describe, stopping, test_scores, to_mesh
 from train.processes import Processes
 from train.tables import display_name, plain, write_records
 
+OWN = ("seed", "fsdp")  # what each worker may choose: only the first one's parameters count
 SHORT_WAIT = 5.0  # seconds to wait for a round after a signal
 
 
@@ -96,6 +97,7 @@ def train(experiment: Experiment, processes: Processes, progress: Progress) -> s
         quorum=experiment.quorum,
         worker=experiment.worker,
         total=experiment.steps // method.steps,
+        settings=_settings(experiment),
         timeout=experiment.step_timeout,
         stop=event.is_set,
     )
@@ -154,6 +156,12 @@ def train(experiment: Experiment, processes: Processes, progress: Progress) -> s
         f"({worker.late} were late); {ends}. Accuracy of the global model: {quality}, digest {worker.digest()}. "
         f"{worker.traffic['sent']:,} bytes sent, {worker.traffic['received']:,} received. Metrics are in {folder}"
     )
+
+
+def _settings(experiment: Experiment) -> dict[str, Any]:
+    """Returns what all workers of a run have in common, beside what `rounds` compares of the method."""
+    about = describe(experiment, experiment.method)
+    return {name: value for name, value in about.items() if name not in OWN and not name.startswith("method")}
 
 
 def _scores(experiment: Experiment, job: Job, worker: Worker) -> dict[str, float]:

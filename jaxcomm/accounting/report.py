@@ -23,7 +23,7 @@ from jaxcomm.checks import check_range, check_transformation
 from jaxcomm.collectives.axis import AxisName, abstract_mesh, axis_names, check_workers, use_mesh
 from jaxcomm.exchange import axis_name_of, get_exchange
 from jaxcomm.kernels.numerics import wide_type
-from jaxcomm.state import exchange_interval, exchange_turns, trained, update_with, vary_exchanged
+from jaxcomm.state import exchange_interval, exchange_turns, full_interval, trained, update_with, vary_exchanged
 from jaxcomm.traffic import Program, Traffic, count_bytes
 from jaxcomm.types import Params, PyTree, is_per_worker
 
@@ -40,6 +40,8 @@ class WireReport:
       overlap: for a compiled step, the share of its products that can be computed while collectives are on their way,
         from 0 to 1; see `read_overlap`. None otherwise.
       turns: exchanges in which all parameters are exchanged once; 1 except for fragments of `local_sgd`.
+      full_every: exchanges from one of the most expensive to the next, on average, as of `drain_every`; None if all
+        send alike, or those that do not are of the start of a run.
     """
 
     workers: int
@@ -48,6 +50,7 @@ class WireReport:
     every: int = 1
     overlap: float | None = None
     turns: int = 1
+    full_every: int | None = None
 
     @property
     def steps(self) -> int:
@@ -92,6 +95,12 @@ class WireReport:
         return float(self.program.received_at_most)
 
     @property
+    def received_on_average(self) -> float:
+        """Bytes that each worker receives in a step, on average over usual and most expensive ones."""
+        excess = self.received_at_most - self.received_in_exchange
+        return self.received + (excess / (self.full_every * self.every) if self.full_every else 0.0)
+
+    @property
     def dense(self) -> float:
         """Bytes of a ring all-reduce of the same gradient in float32."""
         return float(Traffic("all_reduce", 4 * self.parameters, self.workers).received)
@@ -122,6 +131,8 @@ class WireReport:
             lines.append(f"  {self.overlap:.1%} of the products can be computed while these bytes are on their way")
         if self.received_at_most != self.received_in_exchange:
             lines.append(f"  at most {self.received_at_most:,.0f} bytes in a rare step")
+            if self.full_every:
+                lines[-1] += f", one of {self.full_every * self.every}: {self.received_on_average:,.0f} on average"
         for place, traffic in self.program.operations():
             lines.append(
                 f"  {traffic.op} of {traffic.operand_bytes:,} bytes over {traffic.workers} workers"
@@ -271,15 +282,15 @@ def exchange_report(
     axis_name = axis_name_of(tx) if axis_name is None else axis_name
     sizes = check_workers(workers, axis_name)
     mesh = abstract_mesh(dict(zip(axis_names(axis_name), sizes, strict=True)), kind)
-    interval = turns = 1
+    interval, turns, full_every = 1, 1, None
 
     def worker(gradients: PyTree, params: Params) -> Any:
-        nonlocal interval, turns
+        nonlocal interval, turns, full_every
         state = tx.init(params)
         get_exchange(state)
         gradients, loss = vary_exchanged(gradients, state, axis_name), jnp.zeros(())
         updates, state = update_with(tx, gradients, state, params, loss, lambda _: loss)
-        interval, turns = exchange_interval(state), exchange_turns(state)
+        interval, turns, full_every = exchange_interval(state), exchange_turns(state), full_interval(state)
         return jax.tree.map(lambda update: update[None], updates)
 
     exchange = jax.shard_map(worker, mesh=mesh, in_specs=P(), out_specs=P(axis_name))
@@ -287,7 +298,7 @@ def exchange_report(
         program = traced_program(exchange, params, params)
     program.always += layer_traffic
     n = sum(leaf.size for leaf in jax.tree.leaves(params))
-    return WireReport(math.prod(sizes), n, program, interval, turns=turns)
+    return WireReport(math.prod(sizes), n, program, interval, turns=turns, full_every=full_every)
 
 
 def step_report(step: Any, *args: Any, params: Params, workers: int) -> WireReport:
@@ -301,7 +312,8 @@ def step_report(step: Any, *args: Any, params: Params, workers: int) -> WireRepo
     """
     n = sum(math.prod(jnp.shape(leaf)) for leaf in jax.tree.leaves(trained(params)))
     program = jaxpr_program(step.trace(*args).jaxpr)
-    return WireReport(workers, n, program, exchange_interval(args), turns=exchange_turns(args))
+    turns, full_every = exchange_turns(args), full_interval(args)
+    return WireReport(workers, n, program, exchange_interval(args), turns=turns, full_every=full_every)
 
 
 def verify(

@@ -105,6 +105,10 @@ class DctDp(SparseExchange):
         threshold = self.per_worker(jnp.zeros((1, len(layout.sizes)), jnp.float32))
         return Thresholds(jnp.asarray(True), threshold)
 
+    @property
+    def full_every(self) -> int | None:
+        return None if self.drain_every == 1 else self.drain_every
+
     def average(self, gradient: Gradient, state: ExchangeState) -> tuple[Exchanged, Thresholds]:
         layout, vector, step, old = gradient.layout, gradient.accumulated(), state.step, state.memory
         if not layout.sizes:

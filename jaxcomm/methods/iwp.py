@@ -112,6 +112,10 @@ class Iwp(MomentumCorrection, SharedExchange):
     seed: Seed = 0
 
     @property
+    def full_every(self) -> int | None:
+        return self.life_span if self.life_span > 1 and not self.warmup_steps else None
+
+    @property
     def final_density(self) -> float:
         return float(self.density)
 

@@ -128,6 +128,10 @@ class SlimDp(LocalExchange):
         return self.p
 
     @property
+    def full_every(self) -> int | None:
+        return self.q if self.q > 1 else None
+
+    @property
     def keeps_delta(self) -> bool:
         """Whether updates may wait for more than one step until they are pushed."""
         return self.p > 1 or self.unsent == "carry"

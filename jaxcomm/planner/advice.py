@@ -368,7 +368,7 @@ def _advice(
         rows.append(
             Prediction(
                 method=name,
-                bytes=question.reports[name].received,
+                bytes=question.reports[name].received_on_average,
                 step=step,
                 delayed=max(compute.seconds, at_once) if can_wait else None,
                 low=low,

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxcomm.collectives.axis import AxisName, axis_names
 from jaxcomm.exchange import Exchange, ExchangeState, exchange_states, is_exchange_state
+from jaxcomm.methods.powersgd import PowerSgd
 from jaxcomm.methods.quant_dp import QuantDp
 from jaxcomm.planner.alone import without_wire
 from jaxcomm.planner.links import REPEATS, agreed, all_agreed, check_axes, time_calls
@@ -342,6 +343,9 @@ def measure_copy(bench: Bench, numbers: int = 1 << 24) -> float:
 def known_costs() -> dict[str, Any]:
     """Returns the table of costs: a method's coding time, in copies of the gradient, is `fixed + a_worker * K`.
 
+    Where a method has a size (`size_of`), that is of the size `at`; of the size s, `fixed` grows by `a_unit * (s - at)`,
+    and `a_worker` is times s / at.
+
     `python -m benchmarks.planner --calibrate` measured it.
     """
     return json.loads(resources.files("jaxcomm.planner").joinpath("costs.json").read_text())
@@ -387,6 +391,14 @@ def cost_key(method: Exchange, workers: int) -> str:
     return method.name if way is None else f"{method.name}/{way}"
 
 
+def size_of(method: Exchange) -> float | None:
+    """Returns what coding grows by: the rank, or the percentage of coordinates that is sent; None without either."""
+    if isinstance(method, PowerSgd):
+        return method.rank
+    sparsity = getattr(method, "sparsity", None)
+    return None if sparsity is None else 100 * (1 - float(sparsity))
+
+
 def method_of(tx: optax.GradientTransformation, params: Params) -> Exchange:
     """Returns the method of an exchange of gradients, or of a local exchange.
 
@@ -420,5 +432,8 @@ def modelled_coding(tx: optax.GradientTransformation, params: Params, workers: i
         return None
     leaves = jax.tree_util.tree_leaves_with_path(params)
     n = sum(leaf.size for path, leaf in leaves if method.chooses(path, leaf))
-    seconds = (coefficients["fixed"] + coefficients["a_worker"] * workers) * n * COPY_BYTES * copy
+    fixed, a_worker, size, at = coefficients["fixed"], coefficients["a_worker"], size_of(method), coefficients.get("at")
+    if size is not None and at is not None:
+        fixed, a_worker = max(0.0, fixed + coefficients["a_unit"] * (size - at)), a_worker * size / at
+    seconds = (fixed + a_worker * workers) * n * COPY_BYTES * copy
     return Cost(seconds, seconds / 2, 2 * seconds, measured=False)

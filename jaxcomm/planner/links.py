@@ -132,13 +132,17 @@ class Links:
         return self._sum(program.usual).seconds
 
     def wire(self, report: WireReport) -> Wire:
-        """Returns the seconds of a report's collectives in a usual step, one after another.
+        """Returns the seconds of a report's collectives in a step, one after another.
 
-        For a local method this is the average over its steps.
+        This is the average over the steps of a local method, and over the full exchanges of one that has them.
         """
         exchange, turns = Program(conditionals=report.program.conditionals), report.turns
-        usual = [traffic for turn in range(turns) for traffic in exchange.in_turn(turn, turns).usual]
-        return self._sum(report.program.always) + self._sum(usual) * (1 / report.steps)
+        programs = [exchange.in_turn(turn, turns) for turn in range(turns)]
+        total = self._sum([traffic for program in programs for traffic in program.usual])
+        if report.full_every:
+            full = self._sum([traffic for program in programs for traffic in program.most_expensive])
+            total = total * (1 - 1 / report.full_every) + full * (1 / report.full_every)
+        return self._sum(report.program.always) + total * (1 / report.steps)
 
     def _sum(self, operations: Sequence[Traffic]) -> Wire:
         total = Wire()

@@ -1,10 +1,11 @@
 """Makes a worker, and checks its arguments before any work."""
 
 import functools
+import json
 import os
 import re
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, cast
 
@@ -45,6 +46,7 @@ def rounds(
     total: int | None = None,
     every: int = 20,
     limit: float = 100.0,
+    settings: Mapping[str, Any] | None = None,
     timeout: float = 600.0,
     stop: Callable[[], bool] | None = None,
     clock: Clock | None = None,
@@ -90,7 +92,7 @@ def rounds(
     Args:
       store: a URL (s3://, gs://, az://), a folder that all workers see, or a store of obstore's, which may have
         credentials and other options. It must have conditional puts. Equal on all workers, like every argument up to
-        `grace`, and `total`, `every` and `limit`.
+        `grace`, and `total`, `every`, `limit` and `settings`.
       step: (loss_fn, optimizer), where loss_fn(params, batch) is the mean loss of the rows; or a function
         (params, local, batch) -> (params, local, dict of metrics), compiled already.
       params: the parameters to start from, float32 or 16 bits; read by the run's first worker alone.
@@ -109,6 +111,8 @@ def rounds(
       total: rounds of the run, after which `worker.done`; None for a run without end.
       every: rounds from one snapshot to the next. Payloads before the last but one are removed.
       limit: the largest norm of a payload that counts, in units of the median of its round.
+      settings: what else all workers must have in common, by name, as JSON: the data, the architecture, the learning
+        rate. Parameters of other shapes are refused without; other data or another rate are not.
       timeout: seconds for which a request to the store is tried again.
       stop: returns whether the work is to end, as after a signal, and does so from then on. It is asked before every
         step and while the worker waits for a round, which it then does no longer: `worker.stopped`. Call `leave` next.
@@ -145,6 +149,7 @@ def rounds(
     check_range("grace", grace, rule, grace is None or 0 <= grace < float("inf"), "None follows the round's time")
     positive("It is the most that a payload's norm may be above the median").check("limit", limit)
     positive("It ends a request that the store does not answer").check("timeout", timeout)
+    _check_settings(settings)
     name = _own_name() if worker is None else worker
     rule = "1 to 64 letters, digits, - and _, of which the first is a letter or a digit"
     check_range("worker", name, rule, records.is_name(name), "It is part of the names of objects: 'site-a-3', say")
@@ -155,7 +160,7 @@ def rounds(
     objects = Objects(open_store(store), clock, timeout)
     log = Log(objects, name, model.n_words, model.norm, quorum, grace, steps, limit, total)
     shapes = {leaf_name(path): str(leaf.shape) for path, leaf in jax.tree_util.tree_leaves_with_path(model.shapes)}
-    settings = {
+    own = {
         "format": 1,
         "exchange": _described(method),
         "outer": model.fingerprint,
@@ -167,6 +172,7 @@ def rounds(
         "limit": limit,
         "params": shapes,
     }
+    own |= {f"settings[{key!r}]": value for key, value in (settings or {}).items()}
     made = Worker(
         log,
         model,
@@ -177,11 +183,21 @@ def rounds(
         batch_axis=batch_axis,
         overlap=overlap,
         every=every,
-        settings=settings,
+        settings=own,
         stop=stop,
     )
     clock.run(made.begin())
     return made
+
+
+def _check_settings(settings: Any) -> None:
+    rule, remedy = "values of JSON by name", 'Pass {"data": "c4", "learning rate": 3e-4}, say'
+    holds = settings is None or (isinstance(settings, Mapping) and all(isinstance(key, str) for key in settings))
+    check_range("settings", settings, rule, holds, remedy)
+    try:
+        json.dumps(settings and dict(settings), allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"settings must be {rule}; got {settings!r}: {error}. {remedy}.") from error
 
 
 def _own_name() -> str:

@@ -56,6 +56,24 @@ def test_a_worker_that_returns_goes_on_with_its_data(tmp_path, started, monkeypa
     assert read == [0, 1, 2, 3, 3]  # three steps a round, and the second life begins in the second
 
 
+@pytest.mark.parametrize(
+    ("other", "setting"),
+    [
+        (["--learning-rate", "0.7"], "learning_rate"),
+        (["--label-smoothing", "0.1"], "label_smoothing"),
+        (["--global-batch", "48"], "global_batch"),
+    ],
+)
+def test_workers_that_have_other_settings(tmp_path, started, capsys, other, setting):
+    assert start(tmp_path, "a", "--stop-after", "1") == 0
+    assert start(tmp_path, "b", "--seed", "7", "--stop-after", "1") == 0
+    assert start(tmp_path, "c", *other) == 2
+    assert f"settings['{setting}'] must be that of the run in the store" in capsys.readouterr().err
+    settings = json.loads((tmp_path / "store" / "settings").read_text())
+    assert settings["settings['dataset']"] == "digits"
+    assert settings["settings['architecture']"] == "cnn {}"
+
+
 @pytest.mark.slow
 def test_accuracy_needs_running_statistics(tmp_path, started, capsys):
     """They are a worker's own: a life without steps has none."""

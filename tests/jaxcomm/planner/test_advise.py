@@ -226,6 +226,21 @@ def test_layers_by_hand(table):
     assert make_plan(advice, params, methods={}).dense_layers == "split"
 
 
+def test_costs_grow_with_what_is_sent(monkeypatch):
+    """By hand, with the rank and with the percentage of coordinates; "at" is what the table was measured with."""
+    copies = {
+        "topk/bfloat16": {"fixed": 10.0, "a_worker": 1.0, "at": 1.0, "a_unit": 0.5},
+        "powersgd": {"fixed": 16.0, "a_worker": 0.0, "at": 4.0, "a_unit": 3.0},
+    }
+    monkeypatch.setattr(costs, "known_costs", lambda: TABLE | {"copies": TABLE["copies"] | copies})
+    methods = {"few": jc.topk(0.99), "half": jc.topk(0.5), "1": jc.powersgd(1), "4": jc.powersgd(4)}
+    methods |= {"128": jc.powersgd(128), "dense": jc.topk(0.0)}
+    advice = rapid(1e9, methods)
+    expected = {"few": 10 + K, "half": 10 + 0.5 * 49 + 50 * K, "dense": 10 + 0.5 * 99 + 100 * K}
+    expected |= {"1": 7, "4": 16, "128": 16 + 3 * 124}
+    assert {name: advice[name].coding / (N * 8 * COPY) for name in methods} == pytest.approx(expected)
+
+
 def test_one_slow_worker(table):
     mixture, slow = rapid([1e7, 1e8, 1e8, 1e8]), rapid(1e7)
     assert [row.step for row in mixture.predictions] == [row.step for row in slow.predictions]
@@ -248,6 +263,7 @@ def test_the_shipped_table():
     page = (Path(__file__).parents[3] / "docs" / "waiting.md").read_text()
     for entry in costs.known_costs()["copies"].values():
         assert f"| {entry['fixed']:.1f} | {entry['a_worker']:.2f} |".replace("| 0.00 |", "| 0 |") in page
+        assert "at" not in entry or f"| {entry['a_unit']:.2f} above {entry['at']:g}" in page
 
 
 def loss_fn(params, batch):

@@ -106,6 +106,14 @@ def test_loops_and_branches():
     assert (wire.latency, wire.transfer) == (4 * 0.5, 4 * 3.0)
 
 
+def test_full_exchanges_take_their_share():
+    links = given_links(1e6)
+    usual, full = (links.wire(report(tx)).seconds for tx in (jc.dct_dp(0.99), jc.plump_dp()))
+    drains = jc.dct_dp(0.99, drain_every=4)
+    assert links.wire(report(drains)).seconds == pytest.approx(0.75 * usual + 0.25 * full)
+    assert links.wire(report(jc.local_sgd(2, exchange=drains))).seconds == pytest.approx((0.75 * usual + 0.25 * full) / 2)
+
+
 def test_measured_collectives():
     programs = [report(tx, 2).program for tx in (jc.plump_dp(), jc.quant_dp(8, collective="two_shot"))]
     links = measure_links(jc.make_mesh(data=2), programs)

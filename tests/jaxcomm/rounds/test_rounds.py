@@ -288,6 +288,19 @@ def test_settings_that_differ_from_those_in_the_store(name, change):
     refused(lambda: make(store, worker="b", **change), name, "run in the store")
 
 
+@pytest.mark.parametrize("settings", [{"data": "b"}, {"data": "a", "rate": 0.1}, {}, None])
+def test_further_settings_are_compared(settings):
+    store = MemoryStore()
+    make(store, settings={"data": "a", "sizes": (1, 2)})
+    make(store, worker="b", settings={"data": "a", "sizes": [1, 2]})
+    refused(lambda: make(store, worker="c", settings=settings), "settings['", "run in the store")
+
+
+@pytest.mark.parametrize("settings", [["data"], {1: "a"}, {"rate": np.float32(1)}, {"rate": float("nan")}])
+def test_settings_that_are_not_json(settings):
+    refused(lambda: make(MemoryStore(), settings=settings), "settings", "values of JSON by name", "Pass ")
+
+
 def test_another_collective_is_no_other_setting():
     store = MemoryStore()
     make(store)
