@@ -55,7 +55,8 @@ class Checkpoints:
             logging.getLogger(name).setLevel(logging.CRITICAL)
         self._hook, sys.unraisablehook = sys.unraisablehook, partial(_say_unless_closed, sys.unraisablehook)
         self.folder = folder.absolute()
-        self._manager = ocp.CheckpointManager(self.folder, options=ocp.CheckpointManagerOptions(max_to_keep=2))
+        options = ocp.CheckpointManagerOptions(max_to_keep=2, cleanup_tmp_directories=True)
+        self._manager = ocp.CheckpointManager(self.folder, options=options)
 
     def __enter__(self) -> "Checkpoints":
         return self

@@ -73,6 +73,24 @@ def test_the_two_newest(checkpoints):
     assert checkpoints.restore(9, make_state(4)[1], jc.resize_workers, ABOUT).data == {"step": 9}
 
 
+def test_what_a_killed_save_leaves_is_removed(tmp_path):
+    """A process killed while it saves leaves a folder of a name like this, as large as a checkpoint."""
+    _, state = make_state(4)
+    with Checkpoints(tmp_path) as first:
+        first.save(2, state, {"step": 2}, ABOUT)
+        first.wait()
+    first.close()
+    (left := tmp_path / "3.orbax-checkpoint-tmp" / "state").mkdir(parents=True)
+    (left / "d").write_bytes(b"half a checkpoint")
+    with Checkpoints(tmp_path) as second:
+        assert second.last() == 2
+        second.save(4, state, {"step": 4}, ABOUT)
+        second.wait()
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "4"]
+        assert second.restore(4, state, jc.resize_workers, ABOUT).data == {"step": 4}
+    second.close()
+
+
 @pytest.mark.parametrize("workers", [1, 2, 3, 6, 8])
 def test_another_number_of_workers(workers, checkpoints):
     _, state = make_state(4)
