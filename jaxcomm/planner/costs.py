@@ -343,8 +343,8 @@ def measure_copy(bench: Bench, numbers: int = 1 << 24) -> float:
 def known_costs() -> dict[str, Any]:
     """Returns the table of costs: a method's coding time, in copies of the gradient, is `fixed + a_worker * K`.
 
-    Where a method has a size (`size_of`), that is of the size `at`; of the size s, `fixed` grows by `a_unit * (s - at)`,
-    and `a_worker` is times s / at.
+    Where a method has a size (`size_of`), that is of the size `at`; with the size s, `fixed` is more by
+    `a_unit * (s - at)`, and `a_worker` is times s / at.
 
     `python -m benchmarks.planner --calibrate` measured it.
     """
