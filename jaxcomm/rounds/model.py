@@ -16,6 +16,7 @@ from jaxcomm.exchange import Exchange, Gradient
 from jaxcomm.kernels import noise
 from jaxcomm.kernels.numerics import digest, is_applicable_tree, promotes, widened
 from jaxcomm.rounds.records import Manifest
+from jaxcomm.steps.mesh import mixes_messages
 from jaxcomm.types import Params, PyTree
 
 
@@ -130,11 +131,14 @@ class Model:
         weight = unsent.rows + rows
         shares = (rows / weight, unsent.rows / weight, unsent.weight / weight if unsent.weight else 1.0)
         shares = tuple(map(np.float32, shares))
-        args = (anchor, params, unsent.residual, unsent.change, shares, np.int32(number), worker)
-        words, ok, residual, change = self._pack(*args)
-        if (mesh := _mesh_of(anchor)) is not None:  # the first process reads them, and residuals stay sharded
+        mesh, arrays = _mesh_of(anchor), (anchor, params, unsent.residual, unsent.change)
+        if mesh is not None and mixes_messages(mesh):  # then no collective is in the loops that select
+            arrays = jax.device_put(arrays, NamedSharding(mesh, P()))
+        words, ok, residual, change = self._pack(*arrays, shares, np.int32(number), worker)
+        if mesh is not None:  # the first process reads the words, and what remains is sharded as it was
             words, ok = jax.device_put((words, ok), NamedSharding(mesh, P()))
-            residual = None if residual is None else jax.device_put(residual, unsent.residual.sharding)
+            before = (unsent.residual, unsent.change)
+            residual, change = jax.tree.map(lambda x, b: jax.device_put(x, b.sharding), (residual, change), before)
         zeros = jax.tree.map(jnp.zeros_like, unsent.change)
         late = unsent._replace(change=change, rows=weight)
         return Packing(words, ok, Unsent(residual, weight, zeros, 0.0), late)

@@ -35,6 +35,15 @@ def _few_threads() -> bool:
     return False
 
 
+def mixes_messages(mesh: Any) -> bool:
+    """Returns whether collectives that are under way at once may take each other's messages: Gloo's, between processes.
+
+    XLA for CPUs starts a program's collectives in order, but does not wait for the end of a loop or a conditional that
+    has some. A later collective must then need a result of it.
+    """
+    return isinstance(mesh, Mesh) and mesh.is_multi_process and mesh.devices.flat[0].platform == "cpu"
+
+
 def make_mesh(**axes: int) -> Mesh:
     """Makes a mesh over the first devices of all processes.
 

@@ -23,6 +23,7 @@ from jaxcomm.kernels.numerics import is_finite_tree
 from jaxcomm.state import TrainState, applies_step, is_averaged, state_specs, trained
 from jaxcomm.steps.engine import check_new_state, mean_over_workers, settle
 from jaxcomm.steps.loss import GradientsFn
+from jaxcomm.steps.mesh import mixes_messages
 from jaxcomm.steps.replication import over_workers
 from jaxcomm.steps.settings import StepSettings
 from jaxcomm.types import DelayedState, Params, PerWorker, PyTree
@@ -81,8 +82,7 @@ class HostOverlap:
         """Returns whether it takes the step of this state: that of a delayed chain, on CPUs of several processes."""
         return (
             isinstance(getattr(state, "opt_state", None), DelayedState)
-            and self.mesh.devices.flat[0].platform == "cpu"
-            and self.mesh.is_multi_process
+            and mixes_messages(self.mesh)
             and AxisType.Explicit not in self.mesh.axis_types
             and all(map(is_averaged, jax.tree.leaves(state.model_state)))
         )

@@ -22,6 +22,7 @@ from jaxcomm.collectives.axis import AxisName, axis_names, in_axes_of_workers, t
 from jaxcomm.exchange import get_exchange, is_exchange_state, keep_unless, of_part, zeros_unless
 from jaxcomm.kernels.numerics import is_finite_tree
 from jaxcomm.state import communication_period, is_trained, state_specs, trained
+from jaxcomm.steps.mesh import mixes_messages
 from jaxcomm.types import ExchangeMetrics, Params, PerWorker, PyTree, from_shards, in_shards, is_per_worker, map_rows
 
 
@@ -207,12 +208,15 @@ class ShardedExchange:
             part, new_reduced = self.chain.before.update(part, state.reduced, _part(params, self.reduced))
             parts.append(part)
         votes = to_varying(jnp.zeros(4).at[0].set(is_bad), self._all)
-        exchanges, last = [], None
+        exchanges, last, done = [], None, list[tuple[tuple[str, ...], jax.Array]]()
         for (axes, is_member), packed in zip(self.groups.items(), state.exchanges, strict=True):
             part, shard_state = _part(gradients, is_member), from_shards(packed, axes)
+            if mixes_messages(self.mesh):
+                part = _after(part, [skipped for others, skipped in done if set(others) <= set(axes)])
             part, shard_state = self.chain.exchange.update(part, shard_state, _part(params, is_member))
             last = get_exchange(shard_state)
             counts = last.metrics
+            done.append((axes, counts.skipped))
             is_counted = self._is_first(axes)  # devices with the same shard have the same counts: one of them votes
             counts = jnp.stack([counts.skipped, counts.sent, counts.overflow, counts.drained]).astype(jnp.float32)
             votes = votes + jnp.where(is_counted, counts, 0.0)
@@ -366,6 +370,16 @@ def _part(tree: PyTree, is_member: tuple[bool, ...]) -> Any:
     """Returns the tree with only the chosen leaves; their paths are unchanged."""
     leaves, treedef = jax.tree.flatten(tree)
     return treedef.unflatten([leaf if is_in else None for leaf, is_in in zip(leaves, is_member, strict=True)])
+
+
+def _after(part: PyTree, skips: list[jax.Array]) -> Any:
+    """Returns the same gradients, as a result of other exchanges, whose conditionals end before the next one begins.
+
+    Counts are never below 0, which XLA cannot know.
+    """
+    for skipped in skips:
+        part = zeros_unless(skipped >= 0, part)
+    return part
 
 
 def _join(parts: list[Any], treedef: Any) -> Any:
