@@ -356,20 +356,25 @@ def calibrate(config: Config) -> None:
             ratios.append(coding.cost().seconds / (jc.planner.COPY_BYTES * n * copy))
         return statistics.median(ratios)
 
+    def line(by_workers: Mapping[int, float]) -> dict[str, float]:
+        """Returns the straight line through the fewest and the most workers, which begins at 0 or above."""
+        fewest, most_workers = min(by_workers), max(by_workers)
+        slope = max(0.0, (by_workers[most_workers] - by_workers[fewest]) / max(1, most_workers - fewest))
+        return {"fixed": max(0.0, by_workers[fewest] - fewest * slope), "a_worker": slope}
+
     table_of_costs: dict[str, dict[str, float]] = {}
     for name, tx in candidates(local=False).items():  # a local method costs its exchange, once per period
         method, by_key = method_of(tx, params), dict[str, dict[int, float]]()
         for workers in (2, 8, 32):
             by_key.setdefault(cost_key(method, workers), {})[workers] = copies(tx, workers)
         for key, by_workers in by_key.items():
-            fewest, most_workers = min(by_workers), max(by_workers)
-            slope = max(0.0, (by_workers[most_workers] - by_workers[fewest]) / max(1, most_workers - fewest))
-            costs = {"fixed": max(0.0, by_workers[fewest] - fewest * slope), "a_worker": slope}
+            costs = line(by_workers)
             if name in LARGER:
                 at, size = (size_of(method_of(one, params)) or 0.0 for one in (tx, LARGER[name]))
-                fixed = copies(LARGER[name], fewest) - fewest * slope * size / at
-                costs |= {"at": at, "a_unit": max(0.0, (fixed - costs["fixed"]) / (size - at))}
-            table_of_costs[key] = {field: round(value, 3) for field, value in costs.items()}
+                larger = line({workers: copies(LARGER[name], workers) for workers in (2, 8)})
+                growth = {f"{field}_a_unit": max(0.0, (larger[field] - costs[field]) / (size - at)) for field in larger}
+                costs |= {"at": at, **growth}
+            table_of_costs[key] = {field: round(value, 4) for field, value in costs.items()}
             print(f"{name}: {key} {table_of_costs[key]}", flush=True)
     table = {
         "source": "python -m benchmarks.planner --calibrate",

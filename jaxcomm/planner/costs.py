@@ -343,8 +343,8 @@ def measure_copy(bench: Bench, numbers: int = 1 << 24) -> float:
 def known_costs() -> dict[str, Any]:
     """Returns the table of costs: a method's coding time, in copies of the gradient, is `fixed + a_worker * K`.
 
-    Where a method has a size (`size_of`), that is of the size `at`; with the size s, `fixed` is more by
-    `a_unit * (s - at)`, and `a_worker` is times s / at.
+    Where a method has a size (`size_of`), that is of the size `at`. Of a larger one, `fixed` and `a_worker` are more by
+    `fixed_a_unit` and `a_worker_a_unit` for each unit above.
 
     `python -m benchmarks.planner --calibrate` measured it.
     """
@@ -432,8 +432,9 @@ def modelled_coding(tx: optax.GradientTransformation, params: Params, workers: i
         return None
     leaves = jax.tree_util.tree_leaves_with_path(params)
     n = sum(leaf.size for path, leaf in leaves if method.chooses(path, leaf))
-    fixed, a_worker, size, at = coefficients["fixed"], coefficients["a_worker"], size_of(method), coefficients.get("at")
-    if size is not None and at is not None:
-        fixed, a_worker = max(0.0, fixed + coefficients["a_unit"] * (size - at)), a_worker * size / at
+    units = (size_of(method) or 0.0) - coefficients["at"] if "at" in coefficients else 0.0
+    fixed, a_worker = (
+        max(0.0, coefficients[name] + coefficients.get(f"{name}_a_unit", 0.0) * units) for name in ("fixed", "a_worker")
+    )
     seconds = (fixed + a_worker * workers) * n * COPY_BYTES * copy
     return Cost(seconds, seconds / 2, 2 * seconds, measured=False)

@@ -229,14 +229,14 @@ def test_layers_by_hand(table):
 def test_costs_grow_with_what_is_sent(monkeypatch):
     """By hand, with the rank and with the percentage of coordinates; "at" is what the table was measured with."""
     copies = {
-        "topk/bfloat16": {"fixed": 10.0, "a_worker": 1.0, "at": 1.0, "a_unit": 0.5},
-        "powersgd": {"fixed": 16.0, "a_worker": 0.0, "at": 4.0, "a_unit": 3.0},
+        "topk/bfloat16": {"fixed": 10.0, "a_worker": 1.0, "at": 1.0, "fixed_a_unit": 0.5, "a_worker_a_unit": 0.25},
+        "powersgd": {"fixed": 16.0, "a_worker": 0.0, "at": 4.0, "fixed_a_unit": 3.0, "a_worker_a_unit": 0.0},
     }
     monkeypatch.setattr(costs, "known_costs", lambda: TABLE | {"copies": TABLE["copies"] | copies})
     methods = {"few": jc.topk(0.99), "half": jc.topk(0.5), "1": jc.powersgd(1), "4": jc.powersgd(4)}
     methods |= {"128": jc.powersgd(128), "dense": jc.topk(0.0)}
     advice = rapid(1e9, methods)
-    expected = {"few": 10 + K, "half": 10 + 0.5 * 49 + 50 * K, "dense": 10 + 0.5 * 99 + 100 * K}
+    expected = {"few": 10 + K, "half": 10 + 24.5 + 13.25 * K, "dense": 10 + 49.5 + 25.75 * K}
     expected |= {"1": 7, "4": 16, "128": 16 + 3 * 124}
     assert {name: advice[name].coding / (N * 8 * COPY) for name in methods} == pytest.approx(expected)
 
@@ -263,7 +263,10 @@ def test_the_shipped_table():
     page = (Path(__file__).parents[3] / "docs" / "waiting.md").read_text()
     for entry in costs.known_costs()["copies"].values():
         assert f"| {entry['fixed']:.1f} | {entry['a_worker']:.2f} |".replace("| 0.00 |", "| 0 |") in page
-        assert "at" not in entry or f"| {entry['a_unit']:.2f} above {entry['at']:g}" in page
+        assert (
+            "at" not in entry
+            or f"| {entry['fixed_a_unit']:.2f} + {entry['a_worker_a_unit']:.3f} K above {entry['at']:g}" in page
+        )
 
 
 def loss_fn(params, batch):
