@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, replace
 from fractions import Fraction
-from functools import partial
 from typing import Annotated, Any, NamedTuple
 
 import jax
@@ -13,7 +12,7 @@ from jax import lax
 
 from jaxcomm.checks import Rule, Seed, check_range, count, number, one_of, positive
 from jaxcomm.collectives import axis_size
-from jaxcomm.collectives.axis import to_varying
+from jaxcomm.collectives.axis import other_axes, to_varying
 from jaxcomm.collectives.masks import MASK_CODECS, MaskUnion
 from jaxcomm.collectives.sparse import Accumulated
 from jaxcomm.exchange import Exchanged, ExchangeState, Gradient, keep_unless, transformation
@@ -136,8 +135,13 @@ class Iwp(MomentumCorrection, SharedExchange):
         weights = layout.flatten(layout.split(gradient.params)[0])
         gradient, vector, velocity = self.correct(gradient, old.velocity)
         renew = old.due | (step % self.life_span == 0) | (step < self.warmup_steps + bool(self.warmup_steps))
-        publish = partial(self.publish, vector, weights, step, layout)
-        masks = saved = old.mask, jnp.zeros((), jnp.float32), to_varying(jnp.asarray(True), self.axis_name)
+        shards = other_axes(old.mask, self.axis_name)  # along which masks differ
+        is_intact = to_varying(jnp.asarray(True), self.axis_name)
+        masks = saved = to_varying((old.mask, jnp.zeros((), jnp.float32), is_intact), shards)
+
+        def publish() -> tuple[jax.Array, jax.Array, jax.Array]:
+            return to_varying(self.publish(vector, weights, step, layout), shards)
+
         if layout.sizes:
             masks = publish() if self.life_span == 1 else lax.cond(renew, publish, lambda: saved)
         mask, cut, is_intact = masks

@@ -38,6 +38,25 @@ def test_ways_agree_with_compression(method, ways):
             assert int(metrics[count]) == int(metrics_[count])
 
 
+@pytest.mark.parametrize(
+    "exchange",
+    [
+        pytest.param(jc.iwp(0.2, life_span=2), id="iwp"),
+        pytest.param(jc.iwp(0.2, life_span=2, warmup_steps=2, checksum=True), id="iwp warm-up", marks=pytest.mark.slow),
+        pytest.param(jc.dgc(0.9, warmup_steps=2), id="dgc", marks=pytest.mark.slow),
+        pytest.param(jc.topk(0.9, start=2), id="start", marks=pytest.mark.slow),
+        pytest.param(jc.dct_dp(0.9, drain_every=2), id="drains", marks=pytest.mark.slow),
+    ],
+)
+def test_conditionals_of_shards(exchange):
+    """Branches of which one has what differs between shards, and the other what does not."""
+    tx = jc.chain(exchange, optax.sgd(0.1))
+    (by_hand, metrics), (also, _) = (sharded.trained(way, tx, 4) for way in ("tensor parallel", "partitioned"))
+    assert int(metrics["skipped"]) == 0
+    assert np.abs(np.asarray(by_hand.params["up"]["kernel"]) - sharded.params()["up"]["kernel"]).max() > 1e-4
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), by_hand.params, also.params)
+
+
 @pytest.mark.slow
 def test_without_slices():
     tx, mesh = jc.chain(jc.sign(), optax.sgd(0.1, momentum=0.9)), jc.make_mesh(data=4)
