@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, replace
 from fractions import Fraction
+from functools import partial
 from typing import Annotated, Any, NamedTuple
 
 import jax
@@ -135,13 +136,9 @@ class Iwp(MomentumCorrection, SharedExchange):
         weights = layout.flatten(layout.split(gradient.params)[0])
         gradient, vector, velocity = self.correct(gradient, old.velocity)
         renew = old.due | (step % self.life_span == 0) | (step < self.warmup_steps + bool(self.warmup_steps))
-        shards = other_axes(old.mask, self.axis_name)  # along which masks differ
-        is_intact = to_varying(jnp.asarray(True), self.axis_name)
-        masks = saved = to_varying((old.mask, jnp.zeros((), jnp.float32), is_intact), shards)
-
-        def publish() -> tuple[jax.Array, jax.Array, jax.Array]:
-            return to_varying(self.publish(vector, weights, step, layout), shards)
-
+        publish = partial(self.publish, vector, weights, step, layout)
+        saved = old.mask, jnp.zeros((), jnp.float32), to_varying(jnp.asarray(True), self.axis_name)
+        masks = saved = to_varying(saved, other_axes(old.mask, self.axis_name))
         if layout.sizes:
             masks = publish() if self.life_span == 1 else lax.cond(renew, publish, lambda: saved)
         mask, cut, is_intact = masks
@@ -188,7 +185,8 @@ class Iwp(MomentumCorrection, SharedExchange):
         def unite(codec: str) -> tuple[jax.Array, jax.Array, jax.Array]:
             union = MaskUnion(layout, codec, self.publishers, self.axis_name, self.checksum)
             united, cut, is_intact = union(mask, row, draw_start(self.seed, step))
-            return united, cut, to_varying(is_intact, self.axis_name)
+            # As the masks do, counts differ between the shards of a model, where not one coordinate is cut off too.
+            return to_varying((united, cut, to_varying(is_intact, self.axis_name)), other_axes(mask, self.axis_name))
 
         if self.warmup_steps == 0:
             return unite(self.mask_codec)
