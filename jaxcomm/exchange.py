@@ -297,8 +297,8 @@ class Exchange:
     @property
     def full_every(self) -> int | None:
         """Exchanges from one that sends everything, or its masks, to the next, on average; None if all send alike."""
-        inner = getattr(self, "exchange", None)
-        return None if inner is None else inner.method.full_every
+        inner = getattr(getattr(self, "exchange", None), "method", None)
+        return None if inner is None else inner.full_every
 
     @property
     def turns(self) -> int:
