@@ -296,7 +296,7 @@ class Exchange:
 
     @property
     def full_every(self) -> int | None:
-        """Exchanges from one that sends everything, or its masks, to the next, on average; None if all send alike."""
+        """Exchanges from one that sends everything, or its masks, to the next, on average; None without one."""
         inner = getattr(getattr(self, "exchange", None), "method", None)
         return None if inner is None else inner.full_every
 

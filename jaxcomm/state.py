@@ -144,7 +144,7 @@ def exchange_turns(state: PyTree) -> int:
 
 
 def full_interval(state: PyTree) -> int | None:
-    """Finds the exchanges from one that sends everything to the next, on average; None if all send alike."""
+    """Finds the exchanges from one that sends everything to the next, on average; None without one."""
     return next((exchange.method.full_every for exchange in exchange_states(state)), None)
 
 

@@ -41,7 +41,7 @@ class WireReport:
         from 0 to 1; see `read_overlap`. None otherwise.
       turns: exchanges in which all parameters are exchanged once; 1 except for fragments of `local_sgd`.
       full_every: exchanges from one of the most expensive to the next, on average, as of `drain_every`; None if all
-        send alike, or those that do not are of the start of a run.
+        send equally much, or those that do not are of the start of a run.
     """
 
     workers: int
@@ -97,8 +97,8 @@ class WireReport:
     @property
     def received_on_average(self) -> float:
         """Bytes that each worker receives in a step, on average over usual and most expensive ones."""
-        excess = self.received_at_most - self.received_in_exchange
-        return self.received + (excess / (self.full_every * self.every) if self.full_every else 0.0)
+        excess = sum(program.received_at_most - program.received for program in self.exchanges())
+        return self.received + (float(excess) / (self.full_every * self.steps) if self.full_every else 0.0)
 
     @property
     def dense(self) -> float:

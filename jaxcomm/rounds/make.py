@@ -160,7 +160,7 @@ def rounds(
     objects = Objects(open_store(store), clock, timeout)
     log = Log(objects, name, model.n_words, model.norm, quorum, grace, steps, limit, total)
     shapes = {leaf_name(path): str(leaf.shape) for path, leaf in jax.tree_util.tree_leaves_with_path(model.shapes)}
-    own = {
+    agreement = {
         "format": 1,
         "exchange": _described(method),
         "outer": model.fingerprint,
@@ -172,7 +172,7 @@ def rounds(
         "limit": limit,
         "params": shapes,
     }
-    own |= {f"settings[{key!r}]": value for key, value in (settings or {}).items()}
+    agreement |= {f"settings[{key!r}]": value for key, value in (settings or {}).items()}
     made = Worker(
         log,
         model,
@@ -183,7 +183,7 @@ def rounds(
         batch_axis=batch_axis,
         overlap=overlap,
         every=every,
-        settings=own,
+        settings=agreement,
         stop=stop,
     )
     clock.run(made.begin())
