@@ -71,7 +71,11 @@ def boundaries(width: int) -> dict[str, BoundaryFields]:
         "int8": BoundaryFields(value_dtype="int8"),
         "int4": BoundaryFields(value_dtype="int4"),
         "d": BoundaryFields(rank=width),  # the layers of a bottleneck, without one
+        "d int4": BoundaryFields(rank=width, value_dtype="int4"),
+        "d/2": BoundaryFields(rank=max(1, width // 2)),
         "d/2 int4": BoundaryFields(rank=max(1, width // 2), value_dtype="int4"),
+        "d/4": BoundaryFields(rank=max(1, width // 4)),
+        "d/4 int4": BoundaryFields(rank=max(1, width // 4), value_dtype="int4"),
         "d/8": BoundaryFields(rank=max(1, width // 8)),
         "d/16": BoundaryFields(rank=max(1, width // 16)),
         "d/128": BoundaryFields(rank=max(1, width // 128)),

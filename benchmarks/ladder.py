@@ -92,10 +92,17 @@ BOUNDARIES = {
     "dense": Entry("whole activations"),
     "muon": Entry("whole activations, Muon", optimizer="muon"),
     "d": Entry("d numbers: the layers alone", boundary="d"),
+    "d int4": Entry("d numbers of 4 bits", boundary="d int4"),
+    "d/2": Entry("d/2 numbers", boundary="d/2"),
     "d/2 int4": Entry("d/2 numbers of 4 bits", boundary="d/2 int4"),
+    "d/2 int4 muon": Entry("d/2 numbers of 4 bits, Muon", optimizer="muon", boundary="d/2 int4"),
+    "d/4": Entry("d/4 numbers", boundary="d/4"),
+    "d/4 muon": Entry("d/4 numbers, Muon", optimizer="muon", boundary="d/4"),
+    "d/4 int4 muon": Entry("d/4 numbers of 4 bits, Muon", optimizer="muon", boundary="d/4 int4"),
     "d/8": Entry("d/8 numbers", boundary="d/8"),
     "d/8 muon": Entry("d/8 numbers, Muon", optimizer="muon", boundary="d/8"),
     "d/16": Entry("d/16 numbers", boundary="d/16"),
+    "d/16 muon": Entry("d/16 numbers, Muon", optimizer="muon", boundary="d/16"),
     "d/128": Entry("one number", boundary="d/128"),
     "d/8 int4": Entry("d/8 numbers of 4 bits", boundary="d/8 int4"),
     "int8": Entry('8 bits, `dct_mp(0.0, value_dtype="int8")`', boundary="int8"),
@@ -115,6 +122,7 @@ class Config:
 
     compare: Literal["methods", "boundaries"] = "methods"
     """Methods of workers, or boundaries between the stages of one worker."""
+    methods: str = ""  # Methods, or boundaries, separated by commas, beside the baseline; all if not given.
     stages: int = 3  # Stages, where boundaries are compared.
     experiment: str = "gpt_linux"  # The text: gpt_linux, which you prepare, or gpt_stdlib.
     widths: str = "56,64,80,96"  # Features of a token, of every rung, separated by commas.
@@ -227,11 +235,13 @@ class Ladder:
         """Takes what `settings` returns.
 
         Raises:
-          ValueError: if the records have other settings.
+          ValueError: if the records have other settings, or a method is unknown.
         """
         records.check_same(about, lambda record: record.get("about", {}))
         self.config, self.records, self.about = config, records, about
-        self.entries, self.is_cut = COMPARED[config.compare], config.compare == "boundaries"
+        known, self.is_cut = COMPARED[config.compare], config.compare == "boundaries"
+        names = config.methods.split(",") if config.methods else known
+        self.entries = harness.choose(known, [BASELINE, *names])
         self.stop = time.monotonic() + 3600 * config.hours
         self.rates = harness.numbers("--rates", config.rates, float)
         self.rungs = rungs_of(config, about["length"])

@@ -162,6 +162,13 @@ def test_boundaries_are_compared_alike(trained, config, tmp_path):
         ladder.main(config)
 
 
+def test_some_methods_beside_the_baseline(trained, config):
+    ladder.main(Config(**vars(config) | {"methods": "powersgd,muon", "hours": 1}))
+    assert list(dict.fromkeys(run[1] for run in trained[0])) == ["dense", "powersgd", "muon"]
+    with pytest.raises(ValueError, match=r"--methods must be some of dense, muon, .*; got d/9\."):
+        ladder.main(Config(**vars(config) | {"methods": "muon,d/9"}))
+
+
 def test_no_run_starts_late(trained, config, capsys):
     ladder.main(Config(**vars(config) | {"hours": 0}))
     assert not trained[0]
