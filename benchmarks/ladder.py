@@ -98,6 +98,7 @@ BOUNDARIES = {
     "d/2 int4 muon": Entry("d/2 numbers of 4 bits, Muon", optimizer="muon", boundary="d/2 int4"),
     "d/4": Entry("d/4 numbers", boundary="d/4"),
     "d/4 muon": Entry("d/4 numbers, Muon", optimizer="muon", boundary="d/4"),
+    "d/4 int4": Entry("d/4 numbers of 4 bits", boundary="d/4 int4"),
     "d/4 int4 muon": Entry("d/4 numbers of 4 bits, Muon", optimizer="muon", boundary="d/4 int4"),
     "d/8": Entry("d/8 numbers", boundary="d/8"),
     "d/8 muon": Entry("d/8 numbers, Muon", optimizer="muon", boundary="d/8"),

@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -64,10 +65,15 @@ def losses_of_boundaries() -> dict[str, list[float]]:
     return {name: min(rates.values(), key=lambda seeds: seeds[0]) for name, rates in losses.items()}
 
 
-def test_the_boundaries_of_the_pipelines():
+def table_after(title: str) -> list[list[str]]:
+    """The cells of the first table after a title of the boundaries' page, its head and its rule included."""
+    lines = (ROOT / "docs/measurements/boundaries.md").read_text().partition(f"{title}\n")[2].splitlines()
+    return [line.split(" | ") for line in itertools.takewhile(lambda line: line[:1] != "#", lines) if "| " in line]
+
+
+def test_all_boundaries():
     """Times, bytes and losses of the table; what is not run has no figure."""
-    page, losses = (ROOT / "docs/measurements/pipelines.md").read_text(), losses_of_boundaries()
-    rows = [line.split(" | ") for line in page.partition("## A boundary that learns")[2].splitlines() if "| " in line]
+    losses, rows = losses_of_boundaries(), table_after("## All boundaries at 48 features")
     names = [name for name in BOUNDARIES if name in losses and name != "d/8 muon"]
     cells = dict(zip(names, rows[2:], strict=True))
     for record in json.loads((ROOT / "docs/data/gpt_stages_links.json").read_text()):
@@ -84,11 +90,43 @@ def test_the_boundaries_of_the_pipelines():
         assert row[-1].strip(" |") == f"{fmean(losses[name]):.3f}{text}"
     dense = [r["loss"] for r in json.loads((ROOT / "docs/data/ladder_sines.json").read_text()) if muon_of_the_ladder(r)]
     whole, learned = fmean(dense), fmean(losses["d/8 muon"])
-    assert f"whole activations end at {whole:.3f}, d/8 at {learned:.3f}" in text_of("docs/measurements/pipelines.md")
+    assert f"whole activations end at {whole:.3f}, d/8 at {learned:.3f}" in text_of("docs/measurements/boundaries.md")
 
 
 def muon_of_the_ladder(row: dict[str, Any]) -> bool:
     return row["of"] == "run" and (row["width"], row["method"], row["rate"]) == (48, "muon", 0.016)
+
+
+def best_of(rows: Iterable[dict[str, Any]]) -> dict[str, dict[int, float]]:
+    """By name, the losses of the seeds at the rate that is best for the first one."""
+    losses: dict[str, dict[float, dict[int, float]]] = {}
+    for row in rows:
+        if row["of"] == "run" and row["width"] == 64:
+            losses.setdefault(row["method"], {}).setdefault(row["rate"], {})[row["seed"]] = row["loss"]
+    return {name: min(rates.values(), key=lambda seeds: seeds[0]) for name, rates in losses.items()}
+
+
+def test_what_to_send():
+    """Bytes, and losses minus those of whole activations by the same optimizer and seed; Muon's are the ladder's."""
+    near, ladder = (json.loads((ROOT / f"docs/data/{n}.json").read_text()) for n in ("ladder_boundaries_near", "ladder"))
+    best = best_of(near)
+    whole = {"adam": best["dense"], "muon": best_of(ladder)["muon"]}
+    received = {BOUNDARIES[row["method"]].boundary: row["bytes_per_step"] for row in near}
+    labels = {entry.boundary: entry.label for entry in BOUNDARIES.values() if entry.optimizer == "adam"}
+    rows = {row[0].removeprefix("| "): [cell.strip(" |") for cell in row[1:]] for row in table_after("## What to send")}
+    assert {labels[boundary] for boundary in received} == set(list(rows)[2:])
+    for boundary, count in received.items():
+        fewer, *cells = rows[labels[boundary]]
+        assert fewer == f"{received['dense'] / count:.{1 if count > received['dense'] / 9.95 else 0}f}"
+        for optimizer, text in zip(whole, cells, strict=True):
+            if boundary == "dense":
+                assert text == f"{fmean(whole[optimizer][seed] for seed in best['dense']):.3f}"
+                continue
+            entries = [n for n, e in BOUNDARIES.items() if (e.boundary, e.optimizer) == (boundary, optimizer)]
+            losses = next((best[name] for name in entries if name in best), {})
+            gap = Difference.of([*losses.values()], [whole[optimizer][seed] for seed in losses]) if losses else None
+            error = f" ({gap.error:.3f})" if len(losses) > 1 and gap else ""
+            assert text == (f"{gap.mean:+.3f}{error}" if gap else "")
 
 
 def test_the_index_says_what_a_learned_boundary_costs():
