@@ -108,7 +108,9 @@ def best_of(rows: Iterable[dict[str, Any]]) -> dict[str, dict[int, float]]:
 
 def test_what_to_send():
     """Bytes, and losses minus those of whole activations by the same optimizer and seed; Muon's are the ladder's."""
-    near, ladder = (json.loads((ROOT / f"docs/data/{n}.json").read_text()) for n in ("ladder_boundaries_near", "ladder"))
+    near, ladder = (
+        json.loads((ROOT / f"docs/data/{n}.json").read_text()) for n in ("ladder_boundaries_near", "ladder")
+    )
     best = best_of(near)
     whole = {"adam": best["dense"], "muon": best_of(ladder)["muon"]}
     received = {BOUNDARIES[row["method"]].boundary: row["bytes_per_step"] for row in near}
