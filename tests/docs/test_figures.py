@@ -131,6 +131,16 @@ def test_what_to_send():
             assert text == (f"{gap.mean:+.3f}{error}" if gap else "")
 
 
+def test_a_wider_model():
+    """What a 16th of the features costs with Muon, at twice the width."""
+    wide = json.loads((ROOT / "docs/data/ladder_boundaries_wide.json").read_text())
+    losses = {row["method"]: row["loss"] for row in wide}
+    whole, learned = losses["muon"], losses["d/16 muon"]
+    assert {(row["width"], row["steps"][-1]) for row in wide} == {(128, 3876)}
+    text = f"whole activations end at {whole:.3f} and d/16, 8 numbers, at {learned:.3f}: {learned - whole:+.3f}"
+    assert text in text_of("docs/measurements/boundaries.md")
+
+
 def test_the_index_says_what_a_learned_boundary_costs():
     """d/8 of 48 features is six numbers; whole activations are what it is compared with."""
     losses = losses_of_boundaries()
