@@ -3,7 +3,6 @@
 import itertools
 import json
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -56,13 +55,18 @@ def test_the_index_says_what_the_exchange_does():
     assert text in text_of("docs/measurements/index.md")
 
 
-def losses_of_boundaries() -> dict[str, list[float]]:
-    """By boundary, on the first rung, the losses of the seeds at the rate that is best for the first one."""
-    losses: dict[str, dict[float, list[float]]] = {}
-    for row in json.loads((ROOT / "docs/data/ladder_boundaries.json").read_text()):
-        if row["width"] == 48:
-            losses.setdefault(row["method"], {}).setdefault(row["rate"], []).append(row["loss"])
+def best_of(file: str, width: int) -> dict[str, dict[int, float]]:
+    """By method or boundary, the losses of the seeds at the rate that is best for the first one."""
+    losses: dict[str, dict[float, dict[int, float]]] = {}
+    for row in json.loads((ROOT / f"docs/data/{file}.json").read_text()):
+        if row["of"] == "run" and row["width"] == width:
+            losses.setdefault(row["method"], {}).setdefault(row["rate"], {})[row["seed"]] = row["loss"]
     return {name: min(rates.values(), key=lambda seeds: seeds[0]) for name, rates in losses.items()}
+
+
+def losses_of_boundaries() -> dict[str, list[float]]:
+    """By boundary, on the first rung."""
+    return {name: [*seeds.values()] for name, seeds in best_of("ladder_boundaries", 48).items()}
 
 
 def table_after(title: str) -> list[list[str]]:
@@ -97,22 +101,11 @@ def muon_of_the_ladder(row: dict[str, Any]) -> bool:
     return row["of"] == "run" and (row["width"], row["method"], row["rate"]) == (48, "muon", 0.016)
 
 
-def best_of(rows: Iterable[dict[str, Any]]) -> dict[str, dict[int, float]]:
-    """By name, the losses of the seeds at the rate that is best for the first one."""
-    losses: dict[str, dict[float, dict[int, float]]] = {}
-    for row in rows:
-        if row["of"] == "run" and row["width"] == 64:
-            losses.setdefault(row["method"], {}).setdefault(row["rate"], {})[row["seed"]] = row["loss"]
-    return {name: min(rates.values(), key=lambda seeds: seeds[0]) for name, rates in losses.items()}
-
-
 def test_what_to_send():
     """Bytes, and losses minus those of whole activations by the same optimizer and seed; Muon's are the ladder's."""
-    near, ladder = (
-        json.loads((ROOT / f"docs/data/{n}.json").read_text()) for n in ("ladder_boundaries_near", "ladder")
-    )
-    best = best_of(near)
-    whole = {"adam": best["dense"], "muon": best_of(ladder)["muon"]}
+    near = json.loads((ROOT / "docs/data/ladder_boundaries_near.json").read_text())
+    best = best_of("ladder_boundaries_near", 64)
+    whole = {"adam": best["dense"], "muon": best_of("ladder", 64)["muon"]}
     received = {BOUNDARIES[row["method"]].boundary: row["bytes_per_step"] for row in near}
     labels = {entry.boundary: entry.label for entry in BOUNDARIES.values() if entry.optimizer == "adam"}
     rows = {row[0].removeprefix("| "): [cell.strip(" |") for cell in row[1:]] for row in table_after("## What to send")}
