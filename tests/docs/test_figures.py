@@ -66,7 +66,7 @@ def best_of(file: str, width: int) -> dict[str, dict[int, float]]:
 
 def losses_of_boundaries() -> dict[str, list[float]]:
     """By boundary, on the first rung."""
-    return {name: [*seeds.values()] for name, seeds in best_of("ladder_boundaries", 48).items()}
+    return {name: list(seeds.values()) for name, seeds in best_of("ladder_boundaries", 48).items()}
 
 
 def table_after(title: str) -> list[list[str]]:
