@@ -106,7 +106,7 @@ def make_job(
     trained = replace(experiment, architecture=with_embeddings(experiment))
     parts = make(trained, method, info, task, mesh, axis, batch)
     step, init = parts.step, parts.init or parts.step.init
-    shapes = parts.shapes or jax.eval_shape(lambda: init(*parts.first(experiment.seed)))
+    shapes = step.shapes(*jax.eval_shape(lambda: parts.first(experiment.seed)))  # traced once for these and the arrays
     report = jc.accounting.step_report(step, shapes, batch, params=model_parts.params, workers=experiment.workers)
 
     def verify(state: jc.state.TrainState, batch: Any) -> str:
@@ -141,9 +141,9 @@ class _Parts(NamedTuple):
     """What differs between meshes.
 
     `first` makes the parameters and running statistics of a seed, as the step's `init` takes them, and `whole` merges
-    those of the stages. `dense` is None if the report has it, `late` if no layer multiplies late, and `shapes` (of the
-    state, with its shardings) if tracing `init` gives them. `beside` is the traffic of late layers and lookups, and
-    `places` has the shardings of the model to evaluate, or is None if it is replicated.
+    those of the stages. `dense` is None if the report has it, and `late` if no layer multiplies late. `beside` is the
+    traffic of late layers and lookups, and `places` has the shardings of the model to evaluate, or is None if it is
+    replicated.
     """
 
     step: jc.steps.TrainStep
@@ -153,7 +153,6 @@ class _Parts(NamedTuple):
     dense: float | None = None
     late: jc.planner.LatePlan | None = None
     beside: Sequence[jc.accounting.Traffic] = ()
-    shapes: jc.state.TrainState | None = None
     places: Any = None
 
 
@@ -208,9 +207,9 @@ def _sharded(
         has_state=True,
         axis_name=axis,
     )
-    shapes = step.shapes(model_parts.params, model_parts.stats)
     dense = None
     if auto:  # the bytes that a device would receive for its shards
+        shapes = step.shapes(model_parts.params, model_parts.stats)
         shard_size = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(shapes.params))
         dense = float(jc.accounting.Traffic("all_reduce", 4 * shard_size, experiment.workers).received)
     places, draw = None, partial(_first, experiment, info)
@@ -219,7 +218,7 @@ def _sharded(
         places = jax.tree.map(partial(NamedSharding, mesh), (specs, everywhere), is_leaf=lambda x: isinstance(x, P))
         draw = draw_where(places, experiment, info)
 
-    return _Parts(step, lambda seed: draw(jax.random.key(seed)), dense=dense, shapes=shapes, places=places)
+    return _Parts(step, lambda seed: draw(jax.random.key(seed)), dense=dense, places=places)
 
 
 def _spec_of(experiment: Experiment, leaf: Any) -> P:
