@@ -243,6 +243,7 @@ class Ladder:
         known, self.is_cut = COMPARED[config.compare], config.compare == "boundaries"
         names = config.methods.split(",") if config.methods else known
         self.entries = harness.choose(known, [BASELINE, *names])
+        self._settings = {name: label(entry.method) for name, entry in self.entries.items()}
         self.stop = time.monotonic() + 3600 * config.hours
         self.rates = harness.numbers("--rates", config.rates, float)
         self.rungs = rungs_of(config, about["length"])
@@ -337,7 +338,7 @@ class Ladder:
 
     def _key(self, of: str, rung: Rung, name: str | None = None) -> Record:
         key = {"of": of, "about": self.about, "width": rung.width}
-        return key | ({"method": name, "setting": label(self.entries[name].method)} if name else {})
+        return key | ({"method": name, "setting": self._settings[name]} if name else {})
 
     def _run_key(self, rung: Rung, name: str, rate: float, seed: int) -> Record:
         return self._key("run", rung, name) | {"rate": rate, "seed": seed}
@@ -468,9 +469,10 @@ class Ladder:
             return None
         losses = {n: [self.final(rung, n) or [] for rung in rungs] for n in (name, BASELINE)}
         x = np.log2([rung.size for rung in rungs])
+        weights = (x - x.mean()) / np.sum((x - x.mean()) ** 2)  # of the least squares' slope
 
         def slope(means: Mapping[str, Any]) -> float:
-            return float(np.polyfit(x, np.asarray(means[name]) - np.asarray(means[BASELINE]), 1)[0])
+            return float(weights @ (np.asarray(means[name]) - np.asarray(means[BASELINE])))
 
         low, high = quantiles([slope(means) for means in draws(losses)])
         return f"{slope({n: np.mean(rows, axis=1) for n, rows in losses.items()}):+.3f} ({low:+.3f} to {high:+.3f})"

@@ -1,6 +1,7 @@
 """Eight simulated CPU devices, the same examples in every run, and programs that are compiled once."""
 
 import atexit
+import gc
 import itertools
 import os
 import re
@@ -40,8 +41,10 @@ from jaxcomm.steps import reductions
 
 jax.config.update("jax_num_cpu_devices", 8)
 
-MOST_MAPS = 40_000  # of a process of tests, looked at after every 20th
+MOST_MAPS = 40_000  # of a process of tests
 FINISHED = itertools.count(1)
+
+gc.disable()  # tracing makes so many objects that looking for garbage among them takes a seventh of the time
 
 # A function compiles in a second and runs in milliseconds, so a deadline would only measure compiling.
 hypothesis.settings.register_profile("few", deadline=None, max_examples=8)
@@ -64,14 +67,17 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.fixture(autouse=True)
 def room_for_programs():
-    """Frees compiled programs before Linux refuses the process more memory maps, of which each program has dozens.
+    """After every 20th test, collects garbage, and frees programs before Linux refuses more memory maps.
 
-    The limit, vm.max_map_count, is 65,530, and a process that reaches it crashes. A program that is needed again is
-    read from the cache.
+    Each program has dozens of maps. The limit, vm.max_map_count, is 65,530, and a process that reaches it crashes. A
+    program that is needed again is read from the cache.
     """
     yield
+    if next(FINISHED) % 20:
+        return
+    gc.collect()
     maps = Path("/proc/self/maps")
-    if next(FINISHED) % 20 == 0 and maps.exists() and maps.read_bytes().count(b"\n") > MOST_MAPS:
+    if maps.exists() and maps.read_bytes().count(b"\n") > MOST_MAPS:
         jax.clear_caches()
 
 

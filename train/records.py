@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import itertools
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -28,6 +29,7 @@ class Records:
         check_file("--json", path)
         self._path = path
         self._records: list[Record] = []
+        self._found: dict[str, tuple[int, Record | None]] = {}  # by key: the records that were looked at, and the found
         self._read()
 
     def check_same(self, expected: Mapping[str, Any], settings: Callable[[Record], Mapping[str, Any]]) -> None:
@@ -52,8 +54,14 @@ class Records:
 
     def find(self, key: Mapping[str, Any]) -> Record | None:
         """Returns the first record that has all fields of the key; None if there is none."""
-        fields = json.loads(json.dumps(key))  # tuples are lists when they come back
-        return next((record for record in self._records if fields.items() <= record.items()), None)
+        text = json.dumps(key)
+        start, found = self._found.get(text, (0, None))
+        if found is None and start < len(self._records):
+            fields = json.loads(text)  # tuples are lists when they come back
+            later = itertools.islice(self._records, start, None)
+            found = next((record for record in later if fields.items() <= record.items()), None)
+            self._found[text] = len(self._records), found
+        return found
 
     def get(self, key: Mapping[str, Any], make: Callable[[], Mapping[str, Any]]) -> Record:
         """Returns the record of a key: the one that is there, or a new one of what `make` returns."""
@@ -86,4 +94,6 @@ class Records:
             records = json.loads(path.read_text())
             if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
                 raise ValueError(records)
+        if records[: len(self._records)] != self._records:  # not only added to
+            self._found.clear()
         self._records = records

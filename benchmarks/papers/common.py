@@ -18,10 +18,11 @@ from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from benchmarks import harness
 from configs import CONFIGS
-from configs.experiment import Experiment
+from configs.experiment import Architecture, Experiment
 from train.records import Record, Records
 
 SMOKE_STEPS = 4  # of training, with --smoke
+SMOKE_NETWORK = Architecture("mlp", {"hidden": (32,)})  # on the digits
 EVALUATIONS = 40  # in a run
 LONGER = 4  # times as many steps, to see whether a claim fails only because a run is short
 
@@ -56,6 +57,8 @@ class Config:
     def experiment(self, name: str, **changes: Any) -> Experiment:
         """Returns an experiment of `configs/` with other fields; --steps overrides those given here."""
         changes |= {"data_dir": self.data_dir, **({"steps": self.steps} if self.steps else {})}
+        if self.smoke and name == "digits":
+            changes.setdefault("architecture", SMOKE_NETWORK)
         experiment = dataclasses.replace(CONFIGS[name], **changes)
         steps = experiment.steps
         return dataclasses.replace(

@@ -14,6 +14,7 @@ from benchmarks.netlab import Lab, parse_rate
 from benchmarks.papers.iwp_settings import ROOM, Config, fixed_row, pruning
 from benchmarks.papers.report import draw, print_claim
 from benchmarks.trace import Trace
+from configs.experiment import Architecture
 from train.loop import describe
 from train.records import Record, Records
 from train.tables import print_table, stdev
@@ -50,7 +51,8 @@ def importance_figures(config: Config, records: Records) -> None:
 
 def _importance_runs(config: Config, records: Records) -> list[Record]:
     """Returns a record of `benchmarks.importance` per seed; histograms are after a tenth, half and all of the steps."""
-    experiment, row = config.twin("resnet_digits"), fixed_row("ResNet-50")
+    kind = {"architecture": Architecture("cnn")} if config.smoke else {}  # the panels are of convolutions
+    experiment, row = config.twin("resnet_digits", **kind), fixed_row("ResNet-50")
     assert row.alpha is not None
     method = pruning(experiment, row.alpha, density=min(1.0, ROOM / row.ratio))
     steps, interval = experiment.steps, experiment.eval_every

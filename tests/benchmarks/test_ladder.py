@@ -7,7 +7,7 @@ import subprocess
 import matplotlib.image
 import pytest
 
-from benchmarks import gpt, ladder
+from benchmarks import gpt, ladder, power_law
 from benchmarks.ladder import BOUNDARIES, MARKS, METHODS, Config, Ladder, markdown
 from benchmarks.mup import Text, Trainer
 from tests.benchmarks.places import ROOT
@@ -73,6 +73,7 @@ def trained(monkeypatch):
 
     monkeypatch.setattr(ladder, "Trainer", Trainer)
     monkeypatch.setattr(ladder, "prepare_jax", lambda: None)
+    monkeypatch.setattr(power_law, "DRAWS", 100)
     return runs, noise
 
 

@@ -96,7 +96,7 @@ def train_step(state, batch):
     "def move(x)": (
         "",
         """
-sent = jax.shard_map(move, mesh=jc.make_mesh(stage=2), in_specs=P(), out_specs=P("stage"))(normal(4, 20))
+sent = jax.jit(jax.shard_map(move, mesh=jc.make_mesh(stage=2), in_specs=P(), out_specs=P("stage")))(normal(4, 20))
 assert int((sent != 0).sum()) == 4 * 2
 """,
     ),

@@ -1,10 +1,8 @@
-"""Compiled programs and whole runs that the tests of this folder share."""
+"""Datasets and whole runs that the tests of this folder share."""
 
-import jax
 import matplotlib.figure
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 import train.__main__
 from tests.train.runs import METHODS, run
@@ -18,21 +16,6 @@ def started(monkeypatch):
     monkeypatch.setattr(train.__main__, "prepare_jax", lambda devices: None)
     for name in ("JAXCOMM_COORDINATOR", "JAXCOMM_PROCESS_ID", "JAXCOMM_NUM_PROCESSES"):
         monkeypatch.delenv(name, raising=False)
-
-
-@pytest.fixture(scope="session")
-def compiled(tmp_path_factory):
-    return tmp_path_factory.mktemp("compiled")
-
-
-@pytest.fixture(scope="module")
-def compile_once(compiled):
-    """Compiles the step only once: every run has the same, and compiling takes longer than the run."""
-    compilation_cache.reset_cache()
-    jax.config.update("jax_compilation_cache_dir", str(compiled))
-    yield
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="session")

@@ -28,7 +28,6 @@ TOPK = TopK(sparsity=0.9)
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("compile_once")
 def test_every_setting_and_seed(tmp_path, capsys):
     config = Comparison(seeds=2, rate="1mbit", out=tmp_path, json=tmp_path / "new" / "runs.json")
     compare(FEW, config, [("90%", TOPK), ("", DENSE)])

@@ -15,8 +15,6 @@ from tests.train.runs import DCT_DP, EXPERIMENT, LOGGED, METHODS, Told, assert_s
 from train.embeddings import with_embeddings
 from train.job import draw_where, make_job
 
-pytestmark = pytest.mark.usefixtures("compile_once")
-
 DENSE = PlumpDp()
 WAYS = ("late", "columns", "rows")
 ROWS, DIM, FEATURES = 26 * 20, 4, 26  # of the table, its columns, and ids of a row of the batch

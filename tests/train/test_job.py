@@ -17,8 +17,6 @@ from train.architectures import make_model
 from train.data import eval_batches
 from train.job import make_job
 
-pytestmark = pytest.mark.usefixtures("compile_once")
-
 # Stacked stage parameters are as large as the larger tensor: kernels of 64 * 32 and 32 * 16, biases of 32 and 16.
 SLOTS = 64 * 32 + 32 * 16 + 32 + 16
 # Strong enough that adding it twice, or K times, would show.

@@ -20,8 +20,6 @@ from train.job import make_job
 from train.methods import make_chain, run_name
 from train.processes import Processes
 
-pytestmark = pytest.mark.usefixtures("compile_once")
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["dct_dp", "topk", "plump_dp", "dgc", "slim_dp", "local_sgd"])

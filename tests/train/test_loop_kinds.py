@@ -21,8 +21,6 @@ from train.data.text_pairs import Pair
 from train.data.text_store import Lengths, prepare_pairs
 from train.scores import auc, bleu, log_loss
 
-pytestmark = pytest.mark.usefixtures("compile_once")
-
 TRANSFORMER = Architecture(
     "transformer", {"layers": 1, "width": 16, "hidden": 16, "heads": 2, "dropout": 0.1, "tied": False}
 )

@@ -17,8 +17,6 @@ from train.checkpoints import Checkpoints
 from train.methods import run_name
 from train.tables import display_name
 
-pytestmark = pytest.mark.usefixtures("compile_once")
-
 
 @pytest.fixture(scope="module")
 def stopped_at_5(tmp_path_factory):

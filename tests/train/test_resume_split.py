@@ -16,8 +16,6 @@ from train.loop import train
 from train.methods import run_name
 from train.processes import Processes
 
-pytestmark = pytest.mark.usefixtures("compile_once")
-
 RESNET = Architecture("resnet", {"layers": (1,), "width": 4, "stem": "cifar"})
 # Of 24 rows two of its three layers multiply late.
 WIDE = Architecture("mlp", {"hidden": (64, 64), "dropout": 0.2})
