@@ -16,13 +16,17 @@ os.environ["PJRT_NPROC"] = "16"
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 # A test's program runs for milliseconds and compiles for a second, three quarters of it in LLVM's passes and XLA's
-# fusion emitters. If XLA_FLAGS is set, even to nothing, the tests run the programs that users run: `.ci/run` does so
-# with a few tests on the newest Python. XLA after JAX 0.10 refuses to start with a flag that it does not know, such as
-# the emitters'.
+# fusion emitters. In one part it takes the least work, and the other cores have tests of their own. If XLA_FLAGS is
+# set, even to nothing, the tests run the programs that users run: `.ci/run` does so with a few tests on the newest
+# Python. XLA after JAX 0.10 refuses to start with a flag that it does not know, such as the emitters'.
 os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-    + (" --xla_cpu_use_fusion_emitters=false" if version("jaxlib").startswith("0.10.") else ""),
+    + (
+        " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+        if version("jaxlib").startswith("0.10.")
+        else ""
+    ),
 )
 
 # The tests spend their time on compiling. The processes of pytest-xdist, and those that tests start, inherit this
