@@ -209,8 +209,8 @@ def _sharded(
     )
     dense = None
     if auto:  # the bytes that a device would receive for its shards
-        shapes = step.shapes(model_parts.params, model_parts.stats)
-        shard_size = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(shapes.params))
+        pairs = zip(jax.tree.leaves(model_parts.params), jax.tree.leaves(specs), strict=True)
+        shard_size = sum(math.prod(NamedSharding(mesh, spec).shard_shape(leaf.shape)) for leaf, spec in pairs)
         dense = float(jc.accounting.Traffic("all_reduce", 4 * shard_size, experiment.workers).received)
     places, draw = None, partial(_first, experiment, info)
     if experiment.embeddings != "exchange" or experiment.fsdp > 1:  # one device, or one host, may be too small

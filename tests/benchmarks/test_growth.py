@@ -27,32 +27,21 @@ def test_laws_by_hand():
 @pytest.mark.slow
 def test_a_file_is_filled(tmp_path, capsys, monkeypatch):
     path, figure = tmp_path / "growth.json", tmp_path / "growth.png"
-    fields = {"sizes": "1000,3e14", "hosts": "2", "density": "0.01", "size": 1e3, "rate": "none", "steps": 1}
-    config = Config(**fields, method="topk", json=path, figure=figure)
+    fields = {"sizes": "1000,3e14", "hosts": "2", "density": "0.01,0.1", "size": 1e3, "rate": "none", "steps": 1}
+    config = Config(**fields, method="plump_dp,topk", json=path, figure=figure)
     growth.main(config)
     assert "300,000,000,000,000 parameters on 2 hosts take some" in capsys.readouterr().out
     rows = json.loads(path.read_text())
     result = [(r["sweep"], r["method"], r["parameters"], r["hosts"], r["density"]) for r in rows]
     assert result == [
-        ("parameters", "topk", 1000, 2, 0.01),
-        ("hosts", "topk", 1000, 2, 0.01),
-        ("density", "topk", 1000, 4, 0.01),
+        *[("parameters", method, 1000, 2, 0.01) for method in ("plump_dp", "topk")],
+        *[("hosts", method, 1000, 2, 0.01) for method in ("plump_dp", "topk")],
+        *[("density", method, 1000, 4, 0.01) for method in ("plump_dp", "topk")],
+        ("density", "topk", 1000, 4, 0.1),
     ]
     assert figure.stat().st_size > 10_000
     monkeypatch.setattr(growth, "_measure", lambda *_: pytest.fail("nothing is left"))
     growth.main(config)
-
-
-def test_dense_rows_of_one_density(tmp_path, monkeypatch):
-    def measure(config, setting):
-        return row(setting["parameters"], 10.0, hosts=setting["hosts"], control="cubic") | setting
-
-    monkeypatch.setattr(growth, "_measure", measure)
-    fields = {"sizes": "1e6", "hosts": "2", "density": "0.01,0.1", "method": "plump_dp,topk"}
-    growth.main(Config(**fields, figure=tmp_path / "growth.png", json=tmp_path / "growth.json"))
-    rows = json.loads((tmp_path / "growth.json").read_text())
-    densities = [(r["method"], r["density"]) for r in rows if r["sweep"] == "density"]
-    assert densities == [("plump_dp", 0.01), ("topk", 0.01), ("topk", 0.1)]
 
 
 def test_rows_of_other_settings(tmp_path, capsys, monkeypatch):

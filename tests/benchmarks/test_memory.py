@@ -4,23 +4,20 @@ import json
 
 import pytest
 
-from benchmarks import memory
 from benchmarks.memory import Config, main
-from configs.methods import DctDp, LocalSgd
 
 
 @pytest.mark.slow
-def test_parts_of_devices(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory, "METHODS", (DctDp(0.99), LocalSgd(steps=30)))  # a residual, and workers' own models
+def test_parts_of_devices(tmp_path):
     main(Config(layers=1, width=64, stages=2, micro_batches=(4, 16), json=tmp_path / "table.json"))
     records = json.loads((tmp_path / "table.json").read_text())
-    assert len(records) == 6 + 4
-    few, few_1f1b, many, many_1f1b = (record["temporary_mb"] for record in records[6:])
+    assert len(records) == 12 + 4
+    few, few_1f1b, many, many_1f1b = (record["temporary_mb"] for record in records[12:])
     crossing = 128 * 64 * 4 / 1e6  # of a micro-batch: a row of 128 tokens
     assert many - few > 10 * crossing
     assert many_1f1b - few_1f1b < 2 * crossing
     assert many_1f1b < many - 10 * crossing
-    for whole, half, quarter in (records[start : start + 3] for start in range(0, 6, 3)):
+    for whole, half, quarter in (records[start : start + 3] for start in range(0, 12, 3)):
         assert [record["devices"] for record in (whole, half, quarter)] == [1, 2, 4]
         assert half["state_mb"] < 0.55 * whole["state_mb"]
         assert quarter["state_mb"] < 0.3 * whole["state_mb"]
